@@ -36,6 +36,11 @@ _NAME_ALONE = (
     "a module has this name, but no query and key projections under a known name: the first pass "
     "shows whether it attends"
 )
+# Captured views whose absence is said, each for others that lack with it.
+_MISSED = {
+    "query": "Q, K as attended", "head_outputs": "outputs of heads", "token_ids": "token ids",
+    "updates": "updates of the hidden states",
+}  # fmt: skip
 _ONE_PASS = "shown by one pass: describe(model, inputs)"
 _NO_NAME = f"none under a known name; {_ONE_PASS}"
 _NONE_IN_PASS = "none in these blocks: hidden states only"
@@ -347,10 +352,13 @@ class _SeenModel:
         rows += [
             ("note", note.words()) for note in (*snapshot.info.notes, *odd_layers(snapshot.layers))
         ]
-        for view, words in (("query", "Q, K as attended"), ("token_ids", "token ids")):
+        said = set[tuple[str, str]]()
+        for view, words in _MISSED.items():
             for stack, reason in self._reasons(view):
                 where = f" of the {stack}" if stack else ""
-                rows.append(("not seen", f"{words}{where}: {reason}"))
+                if (stack, reason) not in said:
+                    rows.append(("not seen", f"{words}{where}: {reason}"))
+                said.add((stack, reason))
         return rows + ([("not seen", self._unseen)] if self._unseen else [])
 
     def _part(self) -> str:

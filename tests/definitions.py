@@ -131,6 +131,15 @@ def fitted_types(x, ids):
 # -- metrics, by tag: of the views of a layer, with the names that geomon gives them ---------------
 
 
+def of_updates(before, x):
+    """Of rows and the same rows one layer before."""
+    update = x - before
+    norm = norms(before) * norms(update)
+    products = (before * update).sum(axis=1)[norm > 0]
+    growth = math.sqrt(np.square(x).sum() / np.square(before).sum())
+    return {"norm_growth": growth, "update_cosine": (products / norm[norm > 0]).mean()}
+
+
 def of_rows(views):
     """Of hidden states and token ids."""
     x, ids = views["hidden"], views["token_ids"]

@@ -83,6 +83,7 @@ NONE = {"eager": "none"}
 
 # -- what geomon says where it has not got a view ------------------------------------------------
 
+NOT_BEFORE = "the layer before was not seen, or has other rows or another width"
 NO_TOKENS = "no embedding outside the blocks received integers of the hidden states' shape"
 SEVERAL_PRODUCTS = (
     "attention is written out by hand: its scores are the sum of {count} products, and it is "

@@ -80,7 +80,7 @@ ONLY = {
     ("metrics", "capture"): {"capture.modes", "capture.snapshot"},
     ("metrics", "record"): {"record.tags", "record.columns", "record.arrays", "record"},
     ("distributed", "capture"): {"capture.snapshot"},
-    ("capture", "kernels"): {"kernels.products"},
+    ("capture", "kernels"): {"kernels.products", "kernels.updates"},
 }
 OPTIONAL = (
     "lightning", "transformers", "tensorboard", "wandb", "matplotlib", "rich", "typer", "plotly",

@@ -18,6 +18,7 @@ from specimens import (
     LENGTH,
     NO_TOKENS,
     NONE,
+    NOT_BEFORE,
     NOT_FUSED,
     NOT_TRACED,
     OF_SCORES,
@@ -63,6 +64,7 @@ _GPT = {
 }  # fmt: skip
 _SEPARATE = {"query": "self_attn.q_proj", "key": "self_attn.k_proj"}
 _WITHOUT_IDS = lacking(NO_TOKENS, "token_ids")
+_IN_STAGES = _WITHOUT_IDS | lacking(NOT_BEFORE, "updates")
 
 
 def _hf(model: str, configuration: str, **arguments: Any) -> Callable[[str], nn.Module]:
@@ -283,14 +285,14 @@ ENCODERS = [
         "Longformer (chunks)", _hf("LongformerModel", "LongformerConfig", **_ENCODER,
                                    attention_window=4),
         lambda: {"input_ids": ids(16), "attention_mask": mask(16, 5)}, _UNSEEN, NONE, one_mask,
-        uncovered=lacking(CHUNKS, *OF_SCORES, "scores", "visible", "max_logits")
+        uncovered=lacking(CHUNKS, *OF_SCORES, "scores", "visible", "max_logits", "head_outputs")
         | lacking(NOT_TRACED, "projected_query", "projected_key"),
     ),
     Specimen(
         "Nystromformer (landmarks)", _hf("NystromformerModel", "NystromformerConfig", **_ENCODER,
                                          num_landmarks=4, segment_means_seq_len=16),
         lambda: {"input_ids": ids(16)}, _UNSEEN, NONE,
-        uncovered=lacking(SEVERAL, *OF_SCORES, "scores", "visible", "max_logits")
+        uncovered=lacking(SEVERAL, *OF_SCORES, "scores", "visible", "max_logits", "head_outputs")
         | lacking(NOT_TRACED, "projected_query", "projected_key"),
     ),
     Specimen(
@@ -420,7 +422,7 @@ VISION_AND_SPEECH = [
             num_heads=[4, 4], window_size=4),
         images,
         {"": Stack("encoder.layers.*.blocks", "in attention", windows=True, **_ATTENTION)},
-        INTERFACE, uncovered=_WITHOUT_IDS, remark="attention within windows of each image",
+        INTERFACE, uncovered=_IN_STAGES, remark="attention within windows of each image",
     ),
     Specimen(
         "SegFormer (fewer keys)",
@@ -428,20 +430,20 @@ VISION_AND_SPEECH = [
             sr_ratios=[2, 1], hidden_sizes=[16, 32], patch_sizes=[3, 3], strides=[2, 2],
             num_attention_heads=[4, 4], mlp_ratios=[2, 2]),
         images, {"": Stack("stages.*.blocks", **_ATTENTION)}, INTERFACE,
-        uncovered=_WITHOUT_IDS,
+        uncovered=_IN_STAGES,
     ),
     Specimen(
         "ConvNeXt",
         _hf("ConvNextModel", "ConvNextConfig", hidden_sizes=[16, 32], depths=[2, 3], num_stages=2),
         images, {"": Stack("encoder.stages.*.layers", None)}, NONE,
-        uncovered=_WITHOUT_IDS, remark="no attention",
+        uncovered=_IN_STAGES, remark="no attention",
     ),
     Specimen(
         "ResNet",
         _hf("ResNetModel", "ResNetConfig", embedding_size=16, hidden_sizes=[16, 32],
             depths=[2, 2], layer_type="basic"),
         lambda: images(32), {"": Stack("encoder.stages.*.layers", None)},
-        NONE, uncovered=_WITHOUT_IDS, remark="no attention",
+        NONE, uncovered=_IN_STAGES, remark="no attention",
     ),
     _speech("wav2vec 2.0", "Wav2Vec2"),
     _speech("HuBERT", "Hubert"),

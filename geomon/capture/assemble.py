@@ -23,6 +23,7 @@ from geomon.capture.attending.attention import (
     read_calls,
 )
 from geomon.capture.attending.max_logit import over_rows
+from geomon.capture.attending.outputs import OutputSizes, sums_of_squares
 from geomon.capture.attending.seen import SeenAttention
 from geomon.capture.first_pass import BlockCall, Shape, StackPass, attention_key
 from geomon.capture.snapshot import (
@@ -34,6 +35,7 @@ from geomon.capture.snapshot import (
     PROJECTED,
     ROW_VIEWS,
     UNEMBEDDING,
+    UPDATES,
     Layer,
     Part,
     PassInfo,
@@ -45,6 +47,7 @@ from geomon.capture.snapshot import (
 )
 from geomon.capture.tokens.pass_tokens import once
 from geomon.capture.tokens.sampling import RowSampler, SampledRows, copy_rows
+from geomon.capture.updates import with_updates
 from geomon.capture.weights import present_weight, to_numbers
 from geomon.failures import failures
 from geomon.note import Note
@@ -53,7 +56,7 @@ _HIDDEN_ONLY = frozenset({"hidden", "last"})
 _HIDDEN = "hidden states"  # the subject of remarks on them
 _LAST_QUERIES = 64  # per sequence, enough to show whether queries see keys of another sequence
 _HEADS_ONLY = frozenset({"attention", "projection"})
-_ROW_VIEWS = (*ROW_VIEWS, "precision")
+_ROW_VIEWS = *(view for view in ROW_VIEWS if view not in UPDATES), "precision"
 _QUERY_VIEWS = ("query", "key", "bias", "scale", "softcap", "sink")
 _PROJECTED_VIEWS = ("projected_query", "projected_key")
 _PROJECTED_SEQUENCES = ("query_sequences", "key_sequences")
@@ -72,6 +75,10 @@ _DROPPED = (
     "blocks may have been replaced while the model was watched)"
 )
 _NOT_PROJECTED = "its queries and keys were not traced back to products of tokens with weights"
+_NOT_PROJECTED_ON = (
+    "the outputs of its heads were not traced to an output projection: none was seen in the block, "
+    "or it does not take each head's numbers whole"
+)
 _AS_ATTENDED = (
     "queries and keys were not traced back to products of tokens with weights: Q and K as attended "
     "are used instead"
@@ -131,6 +138,7 @@ _ACROSS = (
     "queries see keys of other sequences in their row: no mask separates packed sequences (models "
     "of transformers make one from position_ids if they get use_cache=False and no attention_mask)"
 )
+_NOT_BEFORE = "the layer before was not seen, or has other rows or another width"
 _PACKED = "the hidden states are [tokens, width]: the boundaries between sequences are unknown"
 _LAST_UNKNOWN = (
     "it became known only after the pass which token is the last of its sequence: pass the model a "
@@ -161,7 +169,7 @@ _IN_PARTS = "its weight is not a matrix on this rank (it may be sharded)"
 
 def build_snapshot(
     passes: Sequence[StackPass],
-    sources: set[str],
+    views: set[str],
     *,
     other_thread: bool,
     no_rows: str | None = None,
@@ -179,7 +187,7 @@ def build_snapshot(
     not_run = no_rows or (_OTHER_THREAD if other_thread else _NOT_RUN)
     layers, rows, remarks = list[Layer](), list[int](), list[Note]()
     for stack_pass in counted:
-        builder = StackBuilder(stack_pass, sources, not_run, alone=len(passes) == 1)
+        builder = StackBuilder(stack_pass, views, not_run, alone=len(passes) == 1)
         layers += builder.layers()
         rows += builder.input_counts()
         for label in stack_pass.stack.side_labels:
@@ -250,7 +258,7 @@ class StackBuilder:
     def __init__(
         self,
         stack_pass: StackPass,
-        sources: set[str],
+        views: set[str],
         not_run: str,
         *,
         alone: bool,
@@ -261,7 +269,8 @@ class StackBuilder:
         read = {id(x): x.weight_norms for x in stack_pass.block_calls if x.weight_norms is not None}
         self._norms = dict(zip(read, to_numbers([*read.values()]), strict=True))
         self._alone = alone
-        self._sources = sources
+        self._sources = set(map(source_of, views))
+        self._updates = views & set(UPDATES)
         self._not_run = _DROPPED if stack_pass.block_calls else not_run
         self._inverted = self._tokens.padding.contradiction(self._tokens.batch)
         self._before = stack_pass.stack.before
@@ -278,7 +287,12 @@ class StackBuilder:
             why = self._why_no_rows(ran=bool(self._pass.block_calls))
             stack, rows = self._pass.stack.name, self._pass.input_rows
             first = [self._of_hidden_states(0, "input of the blocks", rows, why, stack)]
-        return [*first, *(self._layer(depth, *made) for depth, made in enumerate(self._layers, 1))]
+        kept = [self._rows_behind(block_call) for _, block_call, _ in self._layers]
+        if self._updates:
+            of_last = UPDATES[1] in self._updates
+            kept = with_updates([self._pass.input_rows, *kept], of_last=of_last)
+        made = zip(self._layers, kept, strict=True)
+        return [*first, *(self._layer(n, *each, rows) for n, (each, rows) in enumerate(made, 1))]
 
     def input_counts(self) -> list[int]:
         """Return the number of rows that enter the first block, if they were read."""
@@ -337,13 +351,19 @@ class StackBuilder:
         if depth not in depths:
             depths.append(depth)
 
-    def _layer(self, depth: int, block: Block, block_call: BlockCall | None, name: str) -> Layer:
+    def _layer(
+        self, depth: int, block: Block, block_call: BlockCall | None, name: str,
+        kept: SampledRows | None,
+    ) -> Layer:  # fmt: skip
+        """Build the output of a block, whose rows were compared with those of the layer before."""
         depth += self._before
         stack = self._pass.stack.name
-        kept = self._rows_behind(block_call)
         why = self._why_no_rows(ran=block_call is not None)
         captured, missing, part = self._row_views(depth, kept, why)
         sources = _sources_of(kept) | {"weights"}
+        for view in self._updates - captured.keys():
+            if source_of(view) in sources:
+                missing.setdefault(view, _NOT_BEFORE)
         if id(block_call) in self._norms:
             captured["weight_norms"] = self._norms[id(block_call)]
         elif "weights" in self._sources:
@@ -434,6 +454,7 @@ class StackBuilder:
         if "positions" in missing:
             self._remark(subject, depth, missing["positions"], self._pass.stack.name)
         rest = {"hidden": kept.values, "precision": torch.finfo(self._pass.dtype).eps}
+        rest |= {} if kept.updates is None else {"updates": kept.updates}
         return rest | captured, dict(missing), rows
 
     @once
@@ -545,7 +566,9 @@ class StackBuilder:
                 reason = _not_rebuilt(read)
             except failures() as error:  # hidden states, and other layers, do not depend on it
                 reason = _not_rebuilt(error)
-        return {}, dict.fromkeys((*_QUERY_VIEWS, "visible", "scores", "max_logits"), reason)
+        return {}, dict.fromkeys(
+            (*_QUERY_VIEWS, "visible", "scores", "max_logits", "head_outputs"), reason
+        )
 
     def _with_max_logits(
         self, seen: SeenAttention, call: AttentionCall | SoftmaxCall, read: dict[str, Any]
@@ -556,7 +579,35 @@ class StackBuilder:
             sink = captured.get("sink")
             captured["max_logits"] += torch.nan if sink is None else sink.cpu()
         lacking = _QUERY_VIEWS if "query" not in captured else ()
-        return captured, dict.fromkeys(lacking, getattr(call, "why_unknown", ""))
+        missing = dict.fromkeys(lacking, getattr(call, "why_unknown", ""))
+        if id(seen) in self._output_sums:
+            captured["head_outputs"] = self._output_sums[id(seen)]
+        elif seen.weights.outputs is not None:
+            missing["head_outputs"] = _NOT_PROJECTED_ON
+        return captured, missing
+
+    @functools.cached_property
+    def _output_sums(self) -> dict[int, Tensor]:
+        """Sums of the outputs of heads, by id of the attention; alike ones are added together."""
+        groups: dict[Any, list[tuple[int, Tensor]]] = defaultdict(list)
+        masks: dict[Any, Tensor | None] = {}
+        for _, block_call, _ in self._layers:
+            for seen in () if block_call is None else block_call.attentions.values():
+                outputs, call = seen.weights.outputs, seen.call
+                if call is None or not isinstance(outputs, OutputSizes) or outputs.norms is None:
+                    continue
+                norms, known = outputs.norms, outputs.known
+                form = norms.shape, norms.device, call.shape, None if known is None else id(seen)
+                if form not in groups:
+                    valid = self._tokens.valid_at(call.shape, call.sequences, call.places)
+                    counted = None if valid is None else valid.cpu().flatten()
+                    masks[form] = counted if counted is None or known is None else counted[known]
+                groups[form].append((id(seen), norms))
+        found: dict[int, Tensor] = {}
+        for form, group in groups.items():
+            sums = sums_of_squares([norms for _, norms in group], masks[form])
+            found |= zip((key for key, _ in group), sums, strict=True)
+        return found
 
     @functools.cached_property
     def _read(self) -> dict[int, dict[str, Any] | Exception]:

@@ -29,6 +29,7 @@ from geomon.capture.attending.by_hand import (
 )
 from geomon.capture.attending.fused import read_flash, read_flex, read_output, read_sdpa
 from geomon.capture.attending.max_logit import max_logits_of_call, max_logits_of_scores
+from geomon.capture.attending.outputs import OutputSizes
 from geomon.capture.attending.proof import refute
 from geomon.capture.attending.seen import Precedence, SeenAttention
 from geomon.capture.first_pass import BlockCall, StackPass
@@ -41,6 +42,7 @@ from geomon.capture.tap import (
     Origins,
     Plans,
     Product,
+    Shown,
     Stream,
     form_of,
 )
@@ -70,6 +72,7 @@ class AttentionRecorder:
         stream: Follows tensors between blocks.
         attends: Whether attention is wanted.
         max_logits: Whether the largest scores are wanted.
+        outputs: Whether the outputs of heads are wanted.
         projects: Whether queries and keys as projected are wanted.
         plans: Plans of the blocks, which are made and used here.
 
@@ -85,13 +88,16 @@ class AttentionRecorder:
         *,
         attends: bool,
         max_logits: bool,
+        outputs: bool,
         projects: bool,
         plans: Plans,
     ) -> None:
         self._tracker, self._stream, self._plans = tracker, stream, plans
         self._attends, self._wants_max_logits = attends, max_logits
-        self._projects = projects
+        self._wants_outputs, self._projects = outputs, projects
         self._unproved: SeenAttention | None = None  # its operator runs
+        # By the shape of a batch: the sampled queries, and their indices if they are not all.
+        self._queries: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
         self.guarded: Callable[[], AbstractContextManager[Any]] = failing_silently
         self.attends_outside = False
 
@@ -116,7 +122,7 @@ class AttentionRecorder:
 
     def begin(self, block_call: BlockCall, module: nn.Module, given: Sequence[Any]) -> None:
         """Go along the plan of a block that is called, or follow its tensors to make one."""
-        wanted = self._projects, self._wants_max_logits
+        wanted = self._projects, self._wants_max_logits, self._wants_outputs
         block_call.known_as = module, form_of(module, given, wanted)
         plan = self._plans.of(*block_call.known_as)
         block_call.provenance = Learner() if plan is None else Known(plan)
@@ -173,6 +179,8 @@ class AttentionRecorder:
         seen = block_call.seen(index)
         seen.call, seen.route = record_call(stack_pass.memory.sampler, call), route
         self._unproved = seen if isinstance(block_call.provenance, Learner) else None
+        if self._wants_outputs:
+            self._await_outputs(block_call, seen, seen.call)
         if stack_pass.is_part:
             seen.number_heads(*columns)
         if call.rule is not None and call.query.shape[0] == 1:
@@ -191,6 +199,25 @@ class AttentionRecorder:
             if refuted:
                 seen.refuse(refuted)
                 self._spoil()
+
+    def _await_outputs(
+        self, block_call: BlockCall, seen: SeenAttention, call: AttentionCall | SoftmaxCall
+    ) -> None:
+        """Follow what becomes of the softmax weights of a recorded call, and of its outputs."""
+        if self._wants_outputs:
+            count, length = call.shape
+            places, queries = self._queries.get(call.shape, (None, None))
+            if places is not call.places:
+                flat = (call.sequences[:, None] * length + call.places).flatten()
+                queries = None if len(flat) == count * length else flat
+                self._queries[call.shape] = call.places, queries
+            seen.weights.outputs = OutputSizes((count, call.heads, length), queries)
+        block_call.provenance.expect(seen.weights)
+
+    def on_head_outputs(self, shown: Shown) -> None:
+        """Keep the sizes of outputs of heads (see `TapObserver`)."""
+        with self.guarded(), torch.no_grad(), unseen():
+            shown.outputs.take(shown.rows, shown.where)
 
     def _spoil(self) -> None:
         """Make no plan of the running block."""
@@ -250,7 +277,7 @@ class AttentionRecorder:
             stack_pass.take_attention(block_call, shape)
         seen.add_heads(*columns)
         seen.call, seen.route = call, "softmax"
-        provenance.expect(seen.weights)
+        self._await_outputs(block_call, seen, call)
         if stack_pass.is_part:
             seen.number_heads(*columns)
         arranged = arrange_scores(local_shard(scores), dim, shape)

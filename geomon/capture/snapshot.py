@@ -79,6 +79,9 @@ _HIDDEN = {
     "sequences": _of_rows(
         "hidden", "tokens", "number of the sequence of each row, [tokens]", numbers=True
     ),
+    "updates": _of_rows(
+        "hidden", "tokens", "norm before the block, norm, cosine of row and update, [tokens, 3]"
+    ),
     "precision": _of_layer("hidden", "spacing of the captured numbers at 1: eps of their dtype"),
 }
 
@@ -105,6 +108,10 @@ CAPTURED: dict[str, CapturedView] = {
     "max_logits": CapturedView(
         source="attention", rows="", heads="first", merge="largest", without="refused",
         text="largest score of all rows and visible keys, [heads]",
+    ),
+    "head_outputs": CapturedView(
+        source="attention", rows="", heads="first", merge="sum", without="refused",
+        text="sum of the squared norms of each head's output and number of rows, [heads, 2]",
     ),
     "projected_query": _of_rows(
         "projection", "queries", "[tokens, heads, head width]", heads="second"
@@ -151,8 +158,11 @@ ROW_VIEWS = tuple(
     name for name, view in CAPTURED.items() if (view.source, view.rows) == ("hidden", "tokens")
 )
 
+# Views that compare the output of a block with the layer before. Other layers lack them.
+UPDATES = ("updates", f"{LAST}updates")
+
 # Views that exist before any block has run, but not for rows of weights.
-OF_THE_BATCH = frozenset(ROW_VIEWS) - {"hidden"}
+OF_THE_BATCH = frozenset(ROW_VIEWS) - {"hidden", *UPDATES}
 
 # Extra layers that are measured if requested by name: the final norm's output, and the rows of two
 # weight matrices.
@@ -253,6 +263,15 @@ class Layer:
     sources: frozenset[str] = SOURCES
     of_weights: bool = False
     part: Part = EVERYTHING
+
+    @property
+    def views(self) -> frozenset[str]:
+        """Captured views that a layer of this kind may have."""
+        lacking = OF_THE_BATCH if self.of_weights else frozenset[str]()
+        if "weights" not in self.sources:  # not the output of a block
+            lacking = lacking.union(UPDATES)
+        found = (name for name in CAPTURED if source_of(name) in self.sources)
+        return frozenset(found) - lacking
 
     @property
     def devices(self) -> set[torch.device]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from geomon.capture import private
 from geomon.capture.anatomy import Anatomy, Block
+from geomon.capture.anatomy.families import is_callable
 from geomon.capture.anatomy.projections import projects_in_its_own_way
 from geomon.capture.assemble import build_snapshot, matrix_layer
 from geomon.capture.attending.seen import SeenAttention
@@ -143,7 +144,7 @@ class Window:
         self._keeps_inputs = keep_inputs
         self._may_run_eagerly = may_run_eagerly
         self.inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
-        self._sources = {source_of(view) for view in views}
+        self._views, self._sources = views, {source_of(view) for view in views}
         self._extra = tuple(extra_layers) if "hidden" in self._sources else ()
         self._wants_last = "last" in self._sources
         wants_ids = self._wants_last or EMBEDDING in self._extra
@@ -177,6 +178,7 @@ class Window:
             self._states.stream,
             attends=self._attends,
             max_logits="max_logits" in views,
+            outputs="head_outputs" in views,
             projects="projection" in self._sources,
             plans=Plans() if plans is None else plans,
         )
@@ -334,7 +336,7 @@ class Window:
         ]
         return build_snapshot(
             passes,
-            self._sources,
+            self._views,
             matrices=(matrix_layer(name, m, sampler) for name, m in matrices.items()),
             final_norm=FINAL_NORM in self._extra,
             other_thread=self._tracker.other_thread,
@@ -440,6 +442,11 @@ class Window:
             before, after = partial(self._on_attending, index), partial(self._on_attending, None)
             if attention.module is not block.module:
                 self._see(attention.module, before, after)
+        # Outputs of heads may be projected beside the module that makes them.
+        attending = {attention.module for attention in block.attentions}
+        for module in filter(is_callable, block.module.children()):
+            if module not in attending and not attending.isdisjoint(module.modules()):
+                self._see(module, None, self._on_attended)
         traces = "projection" in self._sources or self._place.shards > 1
         for module in block.matrices if traces else ():
             if projects_in_its_own_way(module):
@@ -448,13 +455,16 @@ class Window:
                 self._see(module, self._on_projecting, self._on_projected)
 
     def _see(
-        self, module: nn.Module, before: Callable[..., None], after: Callable[..., None] | None
+        self,
+        module: nn.Module,
+        before: Callable[..., None] | None,
+        after: Callable[..., None] | None,
     ) -> None:
         """Act before and after the calls of a module."""
         number = id(unwrap(module))
-        self._before.setdefault(number, []).append(before)
-        if after is not None:
-            self._after.setdefault(number, []).append(after)
+        for actions, action in ((self._before, before), (self._after, after)):
+            if action is not None:
+                actions.setdefault(number, []).append(action)
 
     def watches(self, module: nn.Module) -> bool:
         """Whether a module's calls are watched (see `geomon.capture.calling.calls.CallObserver`).
@@ -646,9 +656,18 @@ class Window:
         current = self._tracker.current
         if current is None:
             return
+        current[1].running_attention = index
+        if index is None:
+            self._on_attended()
+
+    def _on_attended(self, *call: Any) -> None:
+        """Finish the block that runs if all of its attentions were seen."""
+        current = self._tracker.current
+        if current is None:
+            return
         _, block_call, block = current
-        block_call.running_attention = index
-        if index is None and all(block_call.seen(n).call for n in range(len(block.attentions))):
+        seen = all(block_call.seen(n).call for n in range(len(block.attentions)))
+        if seen and block_call.provenance.is_complete:
             self._finish(*current)
 
     def _finish(self, stack_pass: StackPass, block_call: BlockCall, block: Block) -> None:

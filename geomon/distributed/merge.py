@@ -281,16 +281,17 @@ def _one_after_another(parts: Sequence[Layer]) -> Layer:
         seen = [_of(part, source) for part in parts]
         holders = [views for views in seen if views]
         missing = {view: why for view, why in missing.items() if source_of(view) != source}
-        if source != "attention":  # a view that one rank lacks does not affect the others
-            lost = dict.fromkeys(
-                view
-                for views in holders
-                for other in holders
-                for view in views
-                if view not in other
-            )
-            holders = [{v: x for v, x in views.items() if v not in lost} for views in holders]
-            missing |= dict.fromkeys(lost, _NOT_ON_ALL)
+        # A view that one rank lacks does not affect the others, unless all are parts of attention.
+        lost = dict.fromkeys(
+            view
+            for views in holders
+            for other in holders
+            for view in views
+            if view not in other
+            and (source != "attention" or CAPTURED[view].merge in ("largest", "sum"))
+        )
+        holders = [{v: x for v, x in views.items() if v not in lost} for views in holders]
+        missing |= dict.fromkeys(lost, _NOT_ON_ALL)
         if any(_kind(views) != _kind(holders[0]) for views in holders):
             missing |= dict.fromkeys(
                 (view for views in holders for view in views),

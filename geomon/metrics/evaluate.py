@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from geomon.capture.modes import unseen
-from geomon.capture.snapshot import CAPTURED, HOST, OF_THE_BATCH, ROW_VIEWS, SOURCES, Layer
+from geomon.capture.snapshot import HOST, OF_THE_BATCH, ROW_VIEWS, SOURCES, Layer
 from geomon.failures import failures
 from geomon.kernels.groups import GROUPS
 from geomon.kernels.products import without_autocast
@@ -35,16 +35,12 @@ from geomon.metrics.oddities import traits_of
 from geomon.metrics.table import is_bundled
 from geomon.metrics.views import (
     DISTANCE_QUERIES,
-    can_be_made,
     neighbours_to_search,
     parameters,
     reader,
 )
 from geomon.metrics.without import NoMarginError
 from geomon.record import tags
-
-# Captured views of a weight matrix.
-_OF_WEIGHTS = CAPTURED.keys() - OF_THE_BATCH
 
 # Numbers of one split by part, with "" for the value itself.
 _Numbers = dict[str, NDArray[np.float64]]
@@ -158,10 +154,10 @@ class Evaluator:
                 result.traits = traits_of(layer)
         sizes = self._sizes(with_margins=self.has_margins and (result.sequences or 0) >= GROUPS)
         splits = split_rows(layer, rows, self.splits, sizes, has_groups=self.has_margins)
+        views = layer.views
         with _plain_arithmetic(layer):
             for name, metric in self.metrics.items():
-                is_asked = metric.sources <= layer.sources
-                if is_asked and (not layer.of_weights or can_be_made(metric.reads, _OF_WEIGHTS)):
+                if metric.sources <= layer.sources and metric.can_be_measured(views):
                     with self._costing(name, result.unseen, result.failed):
                         found = [_measure(metric, one) for one in _read_by(metric, splits)]
                         values = _stacked([_numbers(one) for one in _fetched(found)])

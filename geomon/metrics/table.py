@@ -36,6 +36,7 @@ from geomon.kernels.loads import expert_loads
 from geomon.kernels.neighbours import Neighbours, pass_over
 from geomon.kernels.scores import mean_query_share, score_mean, score_spread
 from geomon.kernels.token_types import TokenTypes
+from geomon.kernels.updates import norm_growth, update_cosine
 from geomon.metrics import nulls
 from geomon.metrics.metric import COUNTS, Metric, as_metric
 from geomon.metrics.views import DERIVED, FAR, NEAR, is_view
@@ -381,6 +382,24 @@ METRICS: dict[str, Callable[..., Any]] = {
         degrees=_FEW_ROWS_DECIDE,
         each_group=_norm_variance_slope_of_each_group,
     ),
+    "norm_growth": Metric(
+        norm_growth,
+        MetricText(
+            "Growth of the norm",
+            meaning="Root mean square norm of the rows over that of the same rows one layer "
+            "before: what a block makes of the size of its input.",
+            missing="all rows one layer before are 0",
+        ),
+    ),
+    "update_cosine": Metric(
+        update_cosine,
+        MetricText(
+            "Cosine of the update",
+            meaning="Mean cosine between what a block adds to a row and the row itself, one layer "
+            "before: negative if it takes away from the row, 0 if it writes in other directions.",
+            missing="every row is 0 one layer before, or does not change",
+        ),
+    ),
     "qk_cosine": Metric(
         qk_cosine,
         MetricText(
@@ -436,6 +455,16 @@ METRICS: dict[str, Callable[..., Any]] = {
             "Largest attention score",
             meaning="Largest score before the softmax, over all rows and visible keys; growth "
             "without bound is an early sign of instability.",
+        ),
+        has_margin=False,
+    ),
+    "head_output_norm": Metric(
+        lambda head_outputs: (head_outputs[:, 0] / head_outputs[:, 1]).sqrt(),
+        MetricText(
+            "Norm of head outputs",
+            meaning="Root mean square norm of a head's output, as it enters the output projection; "
+            "0 if the block gets nothing from the head.",
+            missing="no sampled query is a token",
         ),
         has_margin=False,
     ),

@@ -108,6 +108,7 @@ HEADS = {"query": QUERY, "key": KEY, "scale": 0.5}
 SINK = drawn(4)
 SAME_SINK = [attention_layer(seed, 2, 5, 5, sink=SINK, softcap=30.0) for seed in (0, 2)]
 # Parts; views of the whole, all or some of them; beginnings of reasons for what is missing.
+OUTPUTS = torch.tensor([[3.0, 2.0], [0.0, 2.0]], dtype=torch.float64)
 MERGES = {
     "rows of two": ([of_rows(4, 0, 2), of_rows(6, 1, 5, 3)], whole(*ALL), {}),
     "rows of three": ([of_rows(5, 6), of_rows(0, 1), of_rows(2, 3, 4)], whole(*ALL), {}),
@@ -211,6 +212,14 @@ MERGES = {
     "the largest logit of any": (
         [attention_layer(n, 2, 5, 5, max_logits=torch.tensor(own)) for n, own in enumerate(LOGITS)],
         {"max_logits": [2.0, -5.0, 3.0]}, {},
+    ),
+    "the squares of all outputs": (
+        [attention_layer(n, 2, 5, 5, head_outputs=OUTPUTS) for n in (1, 2)],
+        {"head_outputs": 2 * OUTPUTS}, {},
+    ),
+    "outputs of heads that one rank lacks": (
+        [attention_layer(1, 2, 5, 5), attention_layer(2, 2, 5, 5, head_outputs=OUTPUTS)],
+        {"scale": 0.5}, {"head_outputs": "it is known for the rows of some ranks"},
     ),
     "sinks of the layer": (SAME_SINK, {"sink": SINK, "softcap": 30.0}, {}),
     "other sinks": (

@@ -15,6 +15,7 @@ import definitions as by_book
 import numpy as np
 import pytest
 import torch
+from mathematics import row_updates
 from measuring import Sizes, tagged
 from scipy import stats
 from whole_layer import HEAD_WIDTH, LENGTH, ROWS, WIDTH, normal, whole_layer
@@ -75,6 +76,8 @@ CONTRACTS = {
     "key_cosine": COSINE,
     "query_anisotropy": SHARE,
     "key_anisotropy": SHARE,
+    "norm_growth": Contract(0),
+    "update_cosine": COSINE,
     "qk_cosine": COSINE,
     "qk_dot": Contract(scale=2),
     "attention_entropy": Contract(0, math.log(LENGTH + 1), shift=True),
@@ -82,6 +85,7 @@ CONTRACTS = {
     "attention_sink": SHARE,
     "attention_extremes": SHARE,
     "max_logit": UNBOUNDED,
+    "head_output_norm": Contract(0, shift=True),
     "weight_norm": Contract(0, shift=True),
     "update_size": Contract(0, shift=True),
     "unmoved": Contract(-1, 1, shift=True),
@@ -94,6 +98,7 @@ OF_ROWS = ("hidden", "token_ids", "positions", "sequences")
 PROJECTED = ("projected_query", "projected_key")
 FEW = 4
 SCALE = 2.0**60  # whose square is beyond float32
+UPDATE = 0.5 * (1024 * normal(ROWS, WIDTH, seed=13).double()).round() / 1024
 STATES = ("hidden", "last_hidden", *PROJECTED)
 
 
@@ -165,6 +170,16 @@ for _dtype in DTYPES:
     )
 
 
+def changed(change, index=1):
+    """A layer after a change of it and of the layer before."""
+    one, before = layer(index), layer(index).captured["hidden"] - UPDATE
+    other = CHANGES[change](replace(one, captured=one.captured | {"hidden": before}))
+    one, before = CHANGES[change](one), other.captured["hidden"]
+    return replace(
+        one, captured=one.captured | {"updates": row_updates(before, one.captured["hidden"])}
+    ), before
+
+
 def measured(layers):
     """Every value of the second of two layers, by tag."""
     found = EVALUATOR.combine([EVALUATOR.measure_layer(one, ROWS) for one in layers], ROWS)
@@ -177,7 +192,7 @@ def measured(layers):
 @functools.cache
 def values(change):
     """Every value of the second layer, by tag, after a change of both."""
-    layers = [CHANGES[change](layer(index)) for index in (0, 1)]
+    layers = [changed(change, index)[0] for index in (0, 1)]
     before, after = copy.deepcopy(layers[1].captured), layers[1].captured
     found = measured(layers)
     assert all(torch.equal(view, after[n]) for n, view in before.items() if torch.is_tensor(view))
@@ -203,19 +218,22 @@ ELSEWHERE |= {name for name in ALL if name.startswith(("attention", "score", "me
 @functools.cache
 def definitions(change):
     """Values of the second layer by their definitions, by tag: numbers, or one for each head."""
+    one, before = changed(change)
     views = {
         name: np.asarray(view, dtype=float if view.is_floating_point() else None)
         if torch.is_tensor(view)
         else view
-        for name, view in CHANGES[change](layer()).captured.items()
+        for name, view in one.captured.items()
     }
     last = by_book.of_rows({name: views[f"last_{name}"] for name in OF_ROWS})
     of_all = by_book.of_rows(views) | by_book.of_neighbours(views["hidden"])
+    of_all |= by_book.of_updates(np.asarray(before, dtype=float), views["hidden"])
     of_last = {f"{name}_last": last[name] for name in ("effective_rank", "alpha")}
     of_heads = by_book.of_heads(views["projected_query"], views["projected_key"])
     norms, loads = views["weight_norms"], views["expert_counts"]
     whole = {
         "max_logit": views["max_logits"],
+        "head_output_norm": np.sqrt(views["head_outputs"][:, 0] / views["head_outputs"][:, 1]),
         "weight_norm": np.linalg.norm([*norms.values()]),
         **{f"weight_norm/{name}": norm for name, norm in norms.items()},
         "update_size": 0.002,

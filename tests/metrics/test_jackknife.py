@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import samples
 import torch
+from mathematics import row_updates
 from measuring import Layer, LayerViews, NoMarginError, ViewsWithout, groups_of, margin
 from models import PlainDecoder, batch
 from samples import generator
@@ -26,7 +27,8 @@ FIRST_ORDER = {
 # With the rows' neighbours among all rows, which are tested below; noisy ones; no margin at all.
 OTHERS = {
     "twonn", "twonn_distinct", "gride", "local_dimension", "local_anisotropy", "alpha",
-    "alpha_last", "max_logit", "weight_norm", "update_size", "unmoved", "expert_load",
+    "alpha_last", "max_logit", "head_output_norm", "weight_norm", "update_size", "unmoved",
+    "expert_load",
 }  # fmt: skip
 
 
@@ -41,6 +43,7 @@ def layer(offset: float = 0.0, seed: int = 0, sequences: int = SEQUENCES) -> Lay
     captured = {
         "hidden": rows, "token_ids": ids, "positions": torch.arange(LENGTH).repeat(sequences),
         "sequences": number, "precision": 1e-7,
+        "updates": row_updates(rows - normal(len(number), WIDTH), rows),
     }  # fmt: skip
     captured |= {
         f"last_{name}": view[LENGTH - 1 :: LENGTH] if torch.is_tensor(view) else view
@@ -92,7 +95,7 @@ def test_without_a_group_a_metric_is_that_of_the_other_rows(name, offset):
 
 def test_what_cannot_be_had_without_a_group_is_said():
     without = ViewsWithout(LayerViews(layer(), given={"queries": 300}), 3)
-    for name in ("nearest", "members", "distinct_rows", "max_logits"):
+    for name in ("nearest", "members", "distinct_rows", "max_logits", "head_outputs"):
         with pytest.raises(NoMarginError, match=name):
             without[name]
 

@@ -6,6 +6,7 @@ by the names in its schema, and softmaxes with the products that flowed into the
 
 from geomon.capture.tap.columns import Columns, Projection
 from geomon.capture.tap.mode import Tap, TapObserver
+from geomon.capture.tap.outputs import HeadColumns, Shown
 from geomon.capture.tap.plan import DepartedError, Known, Learner, Origins, Plan, Plans, form_of
 from geomon.capture.tap.provenance import AttentionWeights, Product, Provenance
 from geomon.capture.tap.stream import Stream
@@ -13,6 +14,7 @@ from geomon.capture.tap.stream import Stream
 __all__ = [
     "Columns",
     "DepartedError",
+    "HeadColumns",
     "Known",
     "Learner",
     "Origins",
@@ -22,6 +24,7 @@ __all__ = [
     "Product",
     "Projection",
     "Provenance",
+    "Shown",
     "Stream",
     "Tap",
     "TapObserver",

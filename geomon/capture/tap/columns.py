@@ -440,7 +440,7 @@ def find_columns(made: ElementOrigin, values: Tensor) -> Columns | None:
     roots: list[Projection] = []
     key, layout = made.outline(roots), layout_of(values)
     find = functools.partial(_find_pattern, made, layout, roots)
-    found = find() if made.by_values else _remembered((key, layout), find)
+    found = find() if made.by_values else remembered((key, layout), find)
     return found and Columns(tuple(roots[number] for number in found[0]), found[1])
 
 
@@ -450,7 +450,7 @@ def find_rows(made: ElementOrigin, values: Tensor, start: Projection) -> Integer
     key, layout = made.outline(roots), layout_of(values)
     rows = np.arange(math.prod(values.shape[:-1]))
     find = functools.partial(made.trace_rows, layout, rows, start)
-    return find() if made.by_values else _remembered((key, layout, "rows"), find)
+    return find() if made.by_values else remembered((key, layout, "rows"), find)
 
 
 # Results of earlier tracing, by all that they depend on: a third of the time in which the blocks of
@@ -459,7 +459,8 @@ _FOUND: dict[Any, Any] = {}
 _MOST_FOUND = 16
 
 
-def _remembered(key: Any, find: Callable[[], Any]) -> Any:
+def remembered(key: Any, find: Callable[[], Any]) -> Any:
+    """Return what was found for a key before, or find it."""
     if key not in _FOUND:
         found = find()
         if len(_FOUND) >= _MOST_FOUND:

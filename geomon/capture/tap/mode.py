@@ -14,6 +14,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from geomon.capture import private
 from geomon.capture.tap.operators import ROUTES, kind_of, on_this_rank, op_of
+from geomon.capture.tap.outputs import Shown
 from geomon.capture.tap.plan import Known, Learner
 from geomon.capture.tap.provenance import Provenance
 from geomon.capture.tap.stream import Stream
@@ -36,6 +37,9 @@ class TapObserver(Protocol):
 
     def on_choice(self, scores: Tensor, chosen: Tensor) -> None:
         """Handle a choice of the largest entries (`topk`)."""
+
+    def on_head_outputs(self, shown: Shown) -> None:
+        """Handle the outputs of heads, which are being projected."""
 
     def on_failure(self, error: Exception) -> None:
         """Handle one of geomon's own errors, raised while looking at a call."""
@@ -173,6 +177,7 @@ class Tap(dispatch.TorchDispatchMode):
         self._try(self._show, func, args, kwargs)
         result = func(*args, **kwargs)
         self._try(known.keep, step, args, result)
+        self._try(self._show_outputs, known)
         self._try(self._show_result, func, args, result)
         return result
 
@@ -214,6 +219,8 @@ class Tap(dispatch.TorchDispatchMode):
             self._observer.on_fused_output(kind.role, kind.by_name(args, kwargs), result)
         if sight is not None:  # follow this rank's parts of DTensors
             sight.follow(op_of(func, types, args, kwargs, result))
+        if isinstance(sight, Learner):
+            self._show_outputs(sight)
 
     def _show(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Show a call of attention that is about to run."""
@@ -224,6 +231,12 @@ class Tap(dispatch.TorchDispatchMode):
             self._observer.on_softmax(args[0], args[1], logarithm=kind.name == "_log_softmax")
         elif kind.role in ROUTES:
             self._observer.on_fused(kind.role, kind.by_name(args, kwargs))
+
+    def _show_outputs(self, sight: Learner | Known) -> None:
+        """Show the outputs of heads that the operator projected."""
+        for shown in sight.take_shown():
+            if self._observer is not None:
+                self._observer.on_head_outputs(shown)
 
     def _show_result(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Show a choice that was made."""

@@ -19,6 +19,7 @@ _FLEX = ("query", "key", "value", "score_mod", "block_mask", "scale")
 
 
 ROUTES = ("sdpa", "flex", "flash")  # of fused attention
+SUMS = ("add", "sub", "rsub", "addcmul", "addcdiv", "lerp")  # operators that add their arguments
 
 
 class Kind(NamedTuple):

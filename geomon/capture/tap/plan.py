@@ -28,6 +28,7 @@ from geomon.capture.tap.operators import (
     plain_arguments,
     tensors_in,
 )
+from geomon.capture.tap.outputs import HeadOutputs, Shown, ShownAgain
 from geomon.capture.tap.provenance import AttentionWeights, Product, Provenance
 
 # A block whose calls left their plan so often is followed operator by operator from then on.
@@ -54,6 +55,7 @@ class Step(NamedTuple):
         role: The kind of attention that it is (see `operators.Kind`), or "".
         answers: What is answered about it, in the order of the questions.
         keeps: What to keep of it, by number.
+        shows: Outputs of heads that it projects.
     """
 
     func: Any
@@ -61,6 +63,12 @@ class Step(NamedTuple):
     role: str = ""
     answers: tuple[Answer, ...] = ()
     keeps: Mapping[int, Keep] = MappingProxyType({})
+    shows: Sequence[ShownAgain] = ()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do but to run it."""
+        return not (self.role or self.keeps or self.shows)
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,7 @@ class Learner(Provenance):
 
     def plan(self) -> Plan | None:
         """Make the plan of the call that was followed; None if its answers depend on numbers."""
-        if self.failed or self.reads_numbers:
+        if self.failed or self.reads_numbers or self.outputs.reads_numbers:
             return None
         keeps: dict[int, dict[int, Keep]] = {}  # by number of the operator, or of the event
         numbers: dict[int, int] = {}  # of what is kept, by its id
@@ -119,20 +127,21 @@ class Learner(Provenance):
 
         answers = {at: tuple(map(again, every)) for at, every in self.asked.items()}
         events = {-1 - at: own for at, own in keeps.items() if at < 0}
-        return Plan(_steps(self._way, answers, keeps), events)
+        return Plan(_steps(self._way, answers, keeps, self.outputs.again), events)
 
 
 def _steps(
     way: Iterable[Step],
     answers: Mapping[int, tuple[Answer, ...]],
     keeps: Mapping[int, Mapping[int, Keep]],
+    shows: Mapping[int, Sequence[ShownAgain]],
 ) -> tuple[Step, ...]:
     """Return a block's operators with all that is to be done at them, up to the last such one."""
     steps = [
-        step._replace(answers=answers.get(at, ()), keeps=keeps.get(at, {}))
+        step._replace(answers=answers.get(at, ()), keeps=keeps.get(at, {}), shows=shows.get(at, ()))
         for at, step in enumerate(way)
     ]
-    while steps and not (steps[-1].role or steps[-1].keeps):
+    while steps and steps[-1].is_idle:
         steps.pop()
     return tuple(steps)
 
@@ -184,9 +193,11 @@ class Known:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._plan, self._steps = plan, iter(plan.steps)
+        self._plan, self._at = plan, 0  # number of the next step
         self._answers: list[Answer] = []
         self._held: dict[int, Any] = {}
+        self._expected: list[HeadOutputs | None] = []
+        self._shown: list[Shown] = []
         self._events = 0
         self.departed = self.failed = False
 
@@ -197,7 +208,12 @@ class Known:
 
     def has_left(self) -> bool:
         """Whether a call that is over has left the plan, or ended before it."""
-        return self.departed or self.failed or next(self._steps, None) is not None
+        return self.departed or self.failed or not self.is_complete
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps have been made."""
+        return self._at >= len(self._plan.steps)
 
     @property
     def goes_on(self) -> bool:
@@ -209,15 +225,14 @@ class Known:
 
     def next(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Step | None:
         """Go on by an operator; None if there is nothing to do but to run it."""
-        if func is DETACH or self.departed:
+        if func is DETACH or self.departed or self.is_complete:
             return None
-        step = next(self._steps, None)
-        if step is None:
-            return None
+        step = self._plan.steps[self._at]
+        self._at += 1
         if step.func is not func or not _fits(step.plain, args, kwargs):
             self.departed = True
             return None
-        if not step.role and not step.keeps:
+        if step.is_idle:
             return None
         self._answers = [*step.answers]
         return step
@@ -226,6 +241,13 @@ class Known:
         """Keep what the plan names of an operator that has run."""
         for number, keep in step.keeps.items():
             self._held[number] = keep(args, result)
+        for shown in step.shows:
+            self._shown += shown.find(self._expected, on_this_rank(args, {}))
+
+    def take_shown(self) -> list[Shown]:
+        """Return the outputs of heads that the last operator projected."""
+        shown, self._shown = self._shown, []
+        return shown
 
     def projected(self, output: Tensor, given: Tensor, first: int = 0) -> None:
         """Keep a module's output if the plan names it."""
@@ -237,11 +259,12 @@ class Known:
         """Free what was kept."""
         self._held.clear()
         self._answers.clear()
-        self._steps = iter(())
+        self._at = len(self._plan.steps)
 
     def expect(self, weights: AttentionWeights) -> None:
         """Say what becomes of the next softmax's result."""
         weights.changed = self._answer(None)
+        self._expected.append(weights.outputs)
 
     def _answer(self, values: Tensor | None) -> Any:
         if not self._answers:

@@ -21,7 +21,8 @@ from geomon.capture.tap.columns import (
     find_columns,
     layout_of,
 )
-from geomon.capture.tap.operators import Op, tensors_in
+from geomon.capture.tap.operators import ROUTES, Op, tensors_in
+from geomon.capture.tap.outputs import HeadOutputs, OutputOrigins, Shown
 from geomon.capture.tap.rules import FACTORS, find_origin, is_bias, projection_of
 
 # Operators that only multiply by a number.
@@ -72,9 +73,11 @@ class AttentionWeights:
     Attributes:
         changed: Whether they were changed before they were first multiplied with values; None
             before that. Later products are of derivatives (`torch.func.jvp`), for example.
+        outputs: Takes the outputs of the heads, or None if they are not wanted.
     """
 
     changed: bool | None = None
+    outputs: HeadOutputs | None = None
 
 
 class _Tags(NamedTuple):
@@ -106,6 +109,7 @@ class Provenance:
         reads_numbers: Whether an answer depended on the numbers in a tensor, not on shapes alone.
         failed: Whether an error of geomon's own came in between.
         asked: Answers that were given, by number of the operator, in the order of the questions.
+        outputs: Follows the outputs of heads.
         sees_modules: Whether outputs of modules that project in their own way are asked for.
     """
 
@@ -117,7 +121,9 @@ class Provenance:
         self.asked: dict[int, list[Any]] = {}
         self._events = 0  # modules that projected in their own way
         self._tags: dict[int, _Tags] = {}
-        self._expected: AttentionWeights | None = None  # to be made by the next softmax
+        # To be made by the next softmax, or inside of the fused attention that runs.
+        self._expected: AttentionWeights | None = None
+        self.outputs = OutputOrigins(self.is_followed)
 
     def start(self, values: Iterable[Any], hidden: Tensor | None = None) -> None:
         """Follow the tensors in a block's arguments, and the rows of `hidden` if given."""
@@ -161,8 +167,9 @@ class Provenance:
         return self._answered(sorted({root.rows for root in roots if not root.is_input}))
 
     def expect(self, weights: AttentionWeights) -> None:
-        """Record in `weights` what becomes of the next softmax's result."""
+        """Record in `weights` what becomes of the result of the softmax that runs next."""
         self._expected = self._answered(weights)
+        self.outputs.expect(weights.outputs)
 
     def _answered(self, answer: _Answer) -> _Answer:
         self.asked.setdefault(self.at, []).append(answer)
@@ -201,6 +208,17 @@ class Provenance:
     def forget(self) -> None:
         """Follow nothing, and free what was kept alive."""
         self._tags.clear()
+        self.outputs.forget()
+
+    def take_shown(self) -> list[Shown]:
+        """Return the outputs of heads that the last operator projected."""
+        shown, self.outputs.shown = self.outputs.shown, []
+        return shown
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing more is awaited of the attentions that were seen."""
+        return self.outputs.are_complete
 
     def before_write(self, name: str, written: Iterable[Any], args: tuple[Any, ...]) -> None:
         """Copy projections that an operator is about to change in place."""
@@ -222,22 +240,37 @@ class Provenance:
         known = [self._tags[place] for place in places if place in self._tags]
         for place in {*outputs} - {*places}:  # earlier contents are gone
             self._tags.pop(place, None)
+        self.outputs.at = self.at
+        self.outputs.leave({*outputs} - {*places})
+        fused = self._taken() if op.kind.role in ROUTES else None
         if not known or op.name.endswith("_like"):  # uses only the shape
             return
         if outputs == places:  # a view, or a change in place
             if op.name in _SCALINGS:
                 self._tags[places[0]] = self._scaled(known[0], op.name, op.args[1])
             return
+        factors: list[_Tags | None] = []
         if op.name in FACTORS:
-            factors = [self._tags.get(storage_of(x) or 0) for x in op.args[:3]]
-            tags = _multiplied(op, factors, self.at)
+            given_tags = [self._tags.get(storage_of(x) or 0) for x in op.args[:3]]
+            factors = given_tags[FACTORS[op.name] :]
+            tags = _multiplied(op, given_tags, self.at)
         else:
             tags = self._flowed(op, known)
         tags = tags._replace(
             of_tokens=any(each.of_tokens for each in known), weights=self._weights(op.name, known)
         )
+        self.outputs.follow(op, results)
         for place, result in results:
             self._tags[place] = tags._replace(made=find_origin(op, result, self))
+        if fused is not None:
+            self.outputs.begin(fused.outputs, op)
+        elif op.name in FACTORS and factors[0] is not None and factors[0].weights is not None:
+            self.outputs.begin(factors[0].weights[0].outputs, op)
+
+    def _taken(self) -> AttentionWeights | None:
+        """Return the weights that were expected, which are expected no more."""
+        expected, self._expected = self._expected, None
+        return expected
 
     def _of(self, values: Any) -> _Tags:
         place = storage_of(values) if isinstance(values, Tensor) else None
@@ -246,8 +279,8 @@ class Provenance:
     def _weights(self, name: str, known: Sequence[_Tags]) -> tuple[AttentionWeights, bool] | None:
         """Return the attention weights in an operator's result, and whether they were changed."""
         if name.endswith("softmax") and self._expected is not None:
-            weights, self._expected = self._expected, None
-            return None if name == "_log_softmax" else (weights, False)
+            weights = self._taken()
+            return None if weights is None or name == "_log_softmax" else (weights, False)
         given = [each.weights for each in known if each.weights is not None]
         if not given or name in FACTORS:
             for weights, changed in given:

@@ -9,11 +9,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from geomon.capture.storage import followed_part, storage_of
 from geomon.capture.tap.columns import Projection, find_rows
-from geomon.capture.tap.operators import Op, tensors_in
+from geomon.capture.tap.operators import SUMS, Op, tensors_in
 from geomon.capture.tap.provenance import Provenance
 
-# Operators that add their arguments.
-_SUMS = ("add", "sub", "rsub", "addcmul", "addcdiv", "lerp")
 # What is known of a tensor that was made from the last block's input or output ("given",
 # "returned"): whether the input is in it, number by number (scaled, normalised, through dropout
 # ...), and whether something that was made from the output was added to that.
@@ -137,4 +135,4 @@ def _origins_of_result(op: Op, known: list[frozenset[str]]) -> frozenset[str]:
     if not op.kind.keeps_places:
         return found - _IN_PLACE
     added = any("returned" in each and "input" not in each for each in known)
-    return found | {"sum"} if added and op.name in _SUMS and "input" in found else found
+    return found | {"sum"} if added and op.name in SUMS and "input" in found else found
