@@ -19,9 +19,8 @@ def test_every_metric_that_the_inputs_allow():
     values = geometry(cloud(), torch.arange(600) % 50)
     names = {tag.split("/")[0] for tag in values}
     # Heads, weights, and the layer before, are not given.
-    others = (
-        "qk", "attention", "query", "key", "max", "head", "weight", "expert", "norm_g", "upd", "unm",
-    )  # fmt: skip
+    heads = ("qk", "attention", "query", "key", "max", "head")
+    others = (*heads, "weight", "expert", "norm_g", "update", "unmoved")
     assert names == {name for name in METRICS if not name.startswith(others)}
     assert values["cosine/null"] == pytest.approx(0, abs=0.01)  # that of noise
     assert all(math.isfinite(value) for value in values.values()), values
