@@ -137,7 +137,7 @@ def of_updates(before, x):
     norm = norms(before) * norms(update)
     products = (before * update).sum(axis=1)[norm > 0]
     growth = math.sqrt(np.square(x).sum() / np.square(before).sum())
-    return {"norm_growth": growth, "update_cosine": (products / norm[norm > 0]).mean()}
+    return {"norm_growth": growth, "residual_cosine": (products / norm[norm > 0]).mean()}
 
 
 def of_rows(views):

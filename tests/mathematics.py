@@ -37,4 +37,4 @@ from geomon.kernels.spectrum import (
     spectrum,
 )
 from geomon.kernels.token_types import token_types
-from geomon.kernels.updates import norm_growth, row_updates, update_cosine
+from geomon.kernels.updates import norm_growth, residual_cosine, row_updates

@@ -81,7 +81,7 @@ WATCHED = {
     "variance": WatchedMetric(0.05, by_logarithm=True, largest=_TENFOLD),
     "within_variance": WatchedMetric(0.05, by_logarithm=True, largest=_TENFOLD),
     "norm_growth": WatchedMetric(0.05, by_logarithm=True, largest=_TENFOLD),
-    "update_cosine": WatchedMetric(0.05),
+    "residual_cosine": WatchedMetric(0.05),
     "head_output_norm": WatchedMetric(0.1, by_logarithm=True, largest=_TENFOLD),
     "weight_norm": WatchedMetric(0.02, by_logarithm=True, by_part=True, largest=_TENFOLD),
     "update_size": WatchedMetric(

@@ -64,7 +64,7 @@ def norm_growth(updates: Tensor) -> Tensor:
     return after / before
 
 
-def update_cosine(updates: Tensor) -> Tensor:
+def residual_cosine(updates: Tensor) -> Tensor:
     """Compute the mean cosine between the update of a row and the row one layer before.
 
     Range [-1, 1]: positive if the block makes rows longer along their own direction, negative if it
@@ -78,7 +78,7 @@ def update_cosine(updates: Tensor) -> Tensor:
         A scalar; NaN if no row is left.
 
     Example:
-        >>> update_cosine(torch.tensor([[1.0, 1.5, 0.5], [1.0, 1.0, torch.nan]])).item()
+        >>> residual_cosine(torch.tensor([[1.0, 1.5, 0.5], [1.0, 1.0, torch.nan]])).item()
         0.5
     """
     return updates[:, 2].double().nanmean()

@@ -36,7 +36,7 @@ from geomon.kernels.loads import expert_loads
 from geomon.kernels.neighbours import Neighbours, pass_over
 from geomon.kernels.scores import mean_query_share, score_mean, score_spread
 from geomon.kernels.token_types import TokenTypes
-from geomon.kernels.updates import norm_growth, update_cosine
+from geomon.kernels.updates import norm_growth, residual_cosine
 from geomon.metrics import nulls
 from geomon.metrics.metric import COUNTS, Metric, as_metric
 from geomon.metrics.views import DERIVED, FAR, NEAR, is_view
@@ -391,10 +391,10 @@ METRICS: dict[str, Callable[..., Any]] = {
             missing="all rows one layer before are 0",
         ),
     ),
-    "update_cosine": Metric(
-        update_cosine,
+    "residual_cosine": Metric(
+        residual_cosine,
         MetricText(
-            "Cosine of the update",
+            "Cosine of what a block adds",
             meaning="Mean cosine between what a block adds to a row and the row itself, one layer "
             "before: negative if it takes away from the row, 0 if it writes in other directions.",
             missing="every row is 0 one layer before, or does not change",

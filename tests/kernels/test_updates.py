@@ -5,13 +5,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mathematics import norm_growth, row_updates, update_cosine
+from mathematics import norm_growth, residual_cosine, row_updates
 from samples import few_examples, normal, seeds
 
 
 def both(before, hidden):
     updates = row_updates(before, hidden)
-    return norm_growth(updates).item(), update_cosine(updates).item()
+    return norm_growth(updates).item(), residual_cosine(updates).item()
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.5, -2.0])
@@ -50,7 +50,7 @@ def test_small_updates_of_large_rows_keep_their_direction(offset, update):
     length = (products[2] - 2 * products[1] + products[0]).clamp(min=0).sqrt()
     naive = ((products[1] - products[0]) / products[0].sqrt() / length).nanmean().item()
     fails = offset > 0 and update < 1
-    assert (naive == pytest.approx(found["update_cosine"], abs=1e-3)) != fails
+    assert (naive == pytest.approx(found["residual_cosine"], abs=1e-3)) != fails
 
 
 def test_rows_of_zero_and_rows_that_stay_have_no_direction():

@@ -77,7 +77,7 @@ CONTRACTS = {
     "query_anisotropy": SHARE,
     "key_anisotropy": SHARE,
     "norm_growth": Contract(0),
-    "update_cosine": COSINE,
+    "residual_cosine": COSINE,
     "qk_cosine": COSINE,
     "qk_dot": Contract(scale=2),
     "attention_entropy": Contract(0, math.log(LENGTH + 1), shift=True),
