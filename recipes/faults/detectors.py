@@ -1,7 +1,7 @@
 """Detectors: what notices a fault, how early, and how often it is wrong."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from geomon.analysis.bands import (
     measure_distance,
     start_of_window,
 )
+from geomon.record.columns import Column
 from recipes.faults.kinds import FAULTS, Fault
 from recipes.faults.training import BATCHES, EACH_STEP, FIRST_READ, Job
 
@@ -106,7 +107,7 @@ def score(readings: Sequence[Reading]) -> dict[str, Scores]:
     """Score readings by all detectors."""
     numbers: dict[Place, Array] = {}
     for at, reading in enumerate(readings):
-        for place, value in _numbers(reading):
+        for place, value in (*_logged(reading), *numbers_of(reading.columns)):
             numbers.setdefault(place, np.full(len(readings), np.nan))[at] = value
     places = list(numbers)
     steps = np.array([reading.step for reading in readings])
@@ -129,10 +130,14 @@ def score(readings: Sequence[Reading]) -> dict[str, Scores]:
     return found
 
 
-def _numbers(reading: Reading) -> Iterator[tuple[Place, float]]:
+def _logged(reading: Reading) -> Iterator[tuple[Place, float]]:
     for name in ("loss", "gradient_norm"):
         yield Place(name), reading.training.get(name, math.nan)
-    for metric, column in reading.columns.items():
+
+
+def numbers_of(columns: Mapping[str, Column]) -> Iterator[tuple[Place, float]]:
+    """Yield the values of a stack: those of heads or parts where there are some."""
+    for metric, column in columns.items():
         if metric in WATCHED and WATCHED[metric].by_part:
             for part, own in column.parts.items():
                 yield from ((Place(metric, n, part), value) for n, value in own.by_layer().items())

@@ -25,9 +25,22 @@ PLACES = {
     "llama": {
         "blocks": "model.layers", "query": "self_attn.q_proj", "key": "self_attn.k_proj",
         "value": "self_attn.v_proj", "attention": "self_attn.o_proj", "mlp": "mlp.down_proj",
-        "norm": "input_layernorm",
+        "norm": "input_layernorm", "self": "self_attn", "embedding": "model.embed_tokens",
     },
     "mixtral": {"blocks": "model.layers", "router": "mlp.gate"},
+    "vit": {
+        "blocks": "vit.layers", "query": "attention.q_proj", "attention": "attention.o_proj",
+        "mlp": "mlp.fc2", "norm": "layernorm_before",
+    },
+    "roformer": {
+        "blocks": "roformer.encoder.layer", "query": "attention.self.query",
+        "attention": "attention.output.dense", "mlp": "output.dense",
+        "norm": "attention.output.LayerNorm", "post_norm": "attention.output",
+    },
+    "t5": {
+        "blocks": "encoder.block decoder.block", "attention": "layer.0.SelfAttention.o",
+        "norm": "layer.0.layer_norm",
+    },
 }  # fmt: skip
 
 
@@ -39,7 +52,8 @@ class Subject:
         model: The model.
         block: Kind of its blocks, a name of `PLACES`.
         optimizer: AdamW.
-        draw: Function that draws a batch of windows, int64 [sequences, context + 1].
+        draw: Function that draws a batch of windows, int64 [sequences, context + 1], or a batch of
+            another kind that the loss takes.
         rate: Function from a step to the learning rate.
         vocabulary: Number of distinct characters.
         labels: Function from windows to what the model is to predict at all places but the last.
@@ -48,12 +62,12 @@ class Subject:
     model: nn.Module
     block: str
     optimizer: torch.optim.AdamW
-    draw: Callable[[torch.Generator], Tensor]
+    draw: Callable[[torch.Generator], Any]
     rate: Callable[[int], float]
     vocabulary: int
     labels: Callable[[Tensor], Tensor] = lambda windows: windows[:, 1:]
 
-    def loss(self, windows: Tensor) -> Tensor:
+    def loss(self, windows: Any) -> Tensor:
         """Compute the mean cross-entropy of what follows, in nats."""
         labels = self.labels(windows)
         outputs = self.model(windows[:, :-1])
@@ -62,7 +76,8 @@ class Subject:
 
     def blocks(self) -> list[nn.Module]:
         """List the blocks."""
-        return list(self.model.get_submodule(PLACES[self.block]["blocks"]).children())
+        stacks = PLACES[self.block]["blocks"].split()
+        return [block for stack in stacks for block in self.model.get_submodule(stack).children()]
 
     def part(self, block: int, name: str) -> Any:
         """Return the module of a block that has a name in `PLACES`."""
@@ -83,7 +98,8 @@ class Fault:
     Attributes:
         name: Name of the fault.
         kind: "loud" where the loss was expected to jump at once, "silent" where it was expected to
-            absorb the fault, "creeping" where the fault grows.
+            absorb the fault, "creeping" where the fault grows, "unseen" where nothing was expected
+            and no alert was made for it.
         words: What it does, for a table.
         change: Function that puts the fault into a training.
         local: Whether it is in one block.
@@ -92,7 +108,7 @@ class Fault:
     """
 
     name: str
-    kind: Literal["loud", "silent", "creeping"]
+    kind: Literal["loud", "silent", "creeping", "unseen"]
     words: str
     change: Change
     local: bool = False
@@ -102,7 +118,7 @@ class Fault:
     @property
     def steps(self) -> int:
         """Number of steps that are watched after the fault."""
-        return {"loud": 40, "silent": 80, "creeping": 160}[self.kind]
+        return {"loud": 40, "silent": 80, "creeping": 160, "unseen": 110}[self.kind]
 
     def plant(self, subject: Subject, block: int, chance: random.Random) -> EachStep:
         """Put the fault into a training."""
@@ -113,7 +129,7 @@ def nothing(since: int) -> None:
     """Do nothing more."""
 
 
-def _scaled(factor: float, *names: str, grows: bool = False, all_blocks: bool = False) -> Change:
+def scaled(factor: float, *names: str, grows: bool = False, all_blocks: bool = False) -> Change:
     """Multiply weights of a block once, or before every forward pass."""
 
     def plant(subject: Subject, block: int, chance: random.Random) -> EachStep | None:
@@ -132,7 +148,7 @@ def _scaled(factor: float, *names: str, grows: bool = False, all_blocks: bool = 
     return plant
 
 
-def _rate(factor: Callable[[int, float], float], low: float = 0, high: float = 0) -> Change:
+def changed_rate(factor: Callable[[int, float], float], low: float = 0, high: float = 0) -> Change:
     """Multiply the learning rate by a function of the steps since and of a number that is drawn."""
 
     def plant(subject: Subject, block: int, chance: random.Random) -> EachStep:
@@ -239,32 +255,33 @@ def _labels_decay(subject: Subject, block: int, chance: random.Random) -> EachSt
 FAULTS = {
     fault.name: fault
     for fault in (
-        Fault("learning_rate_x10", "loud", "learning rate × 10", _rate(lambda since, drawn: 10)),
+        Fault("learning_rate_x10", "loud", "learning rate × 10",
+              changed_rate(lambda since, drawn: 10)),
         Fault("noise_batches", "loud", "batches of noise", _noise_batches),
         Fault("shifted_labels", "loud", "labels shifted by one", _shifted_labels),
         Fault("moments_lost", "loud", "Adam's second moments set to 0", _moments_lost),
-        Fault("mlp_scaled", "silent", "output of one block's MLP × 6", _scaled(6.0, "mlp"),
+        Fault("mlp_scaled", "silent", "output of one block's MLP × 6", scaled(6.0, "mlp"),
               local=True),
         Fault("one_weight", "silent", "one weight set to 64", _one_weight, local=True),
         Fault("scores_scaled", "silent", "queries and keys of one block × 3",
-              _scaled(3.0, "query", "key"), local=True),
-        Fault("gain_zero", "silent", "gains of one norm set to 0", _scaled(0.0, "norm"),
+              scaled(3.0, "query", "key"), local=True),
+        Fault("gain_zero", "silent", "gains of one norm set to 0", scaled(0.0, "norm"),
               local=True),
         Fault("frozen_block", "silent", "one block no longer trains", _frozen_block, local=True),
         Fault("expert_lost", "silent", "an expert is no longer used", _expert_lost, local=True,
               block="mixtral"),
         Fault("attention_dead", "silent", "output of one block's attention set to 0",
-              _scaled(0.0, "attention"), local=True),
-        Fault("values_scaled", "silent", "values of one block × 5", _scaled(5.0, "value"),
+              scaled(0.0, "attention"), local=True),
+        Fault("values_scaled", "silent", "values of one block × 5", scaled(5.0, "value"),
               local=True, held_out=True),
         Fault("learning_rate_high", "creeping", "learning rate × 1.5 to 4",
-              _rate(lambda since, drawn: drawn, 1.5, 4.0)),
+              changed_rate(lambda since, drawn: drawn, 1.5, 4.0)),
         Fault("learning_rate_grows", "creeping", "learning rate grows by 1.5 % a step",
-              _rate(lambda since, drawn: 1.015**since)),
+              changed_rate(lambda since, drawn: 1.015**since)),
         Fault("scores_grow", "creeping", "all queries grow by 1 % a step",
-              _scaled(1.01, "query", grows=True, all_blocks=True)),
+              scaled(1.01, "query", grows=True, all_blocks=True)),
         Fault("entropy_collapses", "creeping", "one block's scores grow by 1.6 % a step",
-              _scaled(1.008, "query", "key", grows=True), local=True),
+              scaled(1.008, "query", "key", grows=True), local=True),
         Fault("precision_lost", "creeping", "one block's queries and keys lose a bit in 20 steps",
               _precision_lost, local=True),
         Fault("weight_decay_lost", "creeping", "no weight decay", _weight_decay_lost),

@@ -179,7 +179,7 @@ def monitors_of(model: nn.Module, folder: Path) -> list[Monitor]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence geomon's warnings, because what they say of faults is no news here."""
     log = logging.getLogger("geomon")
     level = log.level
@@ -188,6 +188,19 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
+
+
+def make_step(
+    subject: Subject, monitors: Sequence[Monitor], step: int, generator: torch.Generator
+) -> tuple[float, float]:
+    """Make a step of a training; return its loss and its gradient norm."""
+    batch = subject.draw(generator)
+    with contextlib.ExitStack() as stack:
+        for monitor in monitors:
+            stack.enter_context(monitor(step))
+        loss = subject.loss(batch)
+    norm = update(subject.model, subject.optimizer, loss, subject.rate(step))
+    return float(loss.detach()), float(norm)
 
 
 def train(
@@ -201,16 +214,10 @@ def train(
             chance = job.chance(f"{job.fault} how")
             each_step = FAULTS[job.fault].plant(subject, job.fault_block, chance)
         each_step(step - job.fault_step)
-        windows = subject.draw(generator)
-        with contextlib.ExitStack() as stack:
-            for monitor in monitors:
-                stack.enter_context(monitor(step))
-            loss = subject.loss(windows)
-        norm = update(subject.model, subject.optimizer, loss, subject.rate(step))
-        yield step, float(loss.detach()), float(norm)
+        yield step, *make_step(subject, monitors, step, generator)
 
 
-@_quiet()
+@quiet()
 def run(job: Job, given: Text, folder: Path) -> None:
     """Make a run; nothing is done if the folder holds the complete one."""
     place = folder / job.folder
