@@ -97,7 +97,7 @@ def _train(
         loss, norm = make_step(task, monitors, step, generator)
         losses.append(loss)
         for monitor in monitors:
-            monitor.log(step, loss=loss, gradient_norm=norm)
+            monitor.log(step, loss=loss, gradient_norm=norm, lr=task.rate(step))
     return losses
 
 
