@@ -331,10 +331,23 @@ def _not_finite(reading: Reading, stack: str, bands: BandFindings) -> Finding | 
     return Finding(float(numbers["lost"]), numbers, most.layers)
 
 
+def _odd_layer(reading: Reading, stack: str, bands: BandFindings) -> Finding | None:
+    found = [note for note in reading.notes if note.kind in _OF_FUNCTION and note.stack == stack]
+    if not found:
+        return None
+    layers = dict.fromkeys(layer for note in found for layer in note.layers)
+    heads = dict.fromkeys(place for note in found for place in note.heads)
+    places = len(layers) + len(heads)
+    return Finding(places, {"kind": found[0].kind}, tuple(layers), tuple(heads))
+
+
 _AFTER_FALL = "look at what the model sees of its labels (the mask), and for batches that repeat"
 _ATTENTION = "look at the learning rate, and at the norms of the queries and keys"
 # Rules of a fixed limit, which say nothing of a cause.
 _FIXED = ("rank_collapse", "logit_growth", "entropy_collapse")
+
+# Kinds of notes on layers that compute something else than the others.
+_OF_FUNCTION = ("keys after the query", "another scale of the scores", "equal heads")
 
 # Most serious first, the order in which pages list the alerts of a run.
 RULES: Mapping[str, AlertRule] = {
@@ -372,6 +385,15 @@ RULES: Mapping[str, AlertRule] = {
         "{count} trainable weight{plural} did not move in {steps:,} steps",
         "look at the parameters that the optimizer got, and at their gradients and data type",
         "{names}",
+        false_alarms=None,
+    ),
+    "odd_layer": AlertRule(
+        _odd_layer,
+        "a layer that begins to attend in another way than the others: later keys, another scale, "
+        "equal heads",
+        "{kind}",
+        "look at what changed in this layer: its mask, its code, the weights that were copied",
+        "the other layers do not, and it did not before",
         false_alarms=None,
     ),
     "changed_at_resume": AlertRule(

@@ -66,7 +66,6 @@ class Evaluator:
         has_margins: Whether to measure margins. Defaults to True.
         keeps_arrays: Whether to keep arrays for figures. Defaults to False.
         explains: Whether to make a note on every value that is not finite. Defaults to False.
-        compares: Whether to make notes on layers that differ from the others. Defaults to True.
     """
 
     metrics: Mapping[str, Metric]
@@ -76,7 +75,6 @@ class Evaluator:
     has_margins: bool = True
     keeps_arrays: bool = False
     explains: bool = False
-    compares: bool = True
 
     @property
     def views(self) -> set[str]:
@@ -149,9 +147,8 @@ class Evaluator:
         if any(metric.null is not None for metric in self.metrics.values()):
             result.heads, result.queries = _sizes_of_attention(layer)
             result.log_visible = _log_visible(layer)
-        if self.compares:
-            with self._costing("oddities", {}, {}):
-                result.traits = traits_of(layer)
+        with self._costing("oddities", {}, {}):
+            result.traits = traits_of(layer)
         sizes = self._sizes(with_margins=self.has_margins and (result.sequences or 0) >= GROUPS)
         splits = split_rows(layer, rows, self.splits, sizes, has_groups=self.has_margins)
         views = layer.views

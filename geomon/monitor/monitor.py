@@ -110,7 +110,7 @@ class Monitor:
         )  # fmt: skip
         self._quick_evaluator = Evaluator(
             {name: m for name, m in self._evaluator.metrics.items() if name in WATCHED},
-            splits=1, has_margins=False, compares=False,
+            splits=1, has_margins=False,
         )  # fmt: skip
         self._device = MeasuringDevice(options["device"], self._model)
         self._source = "inline" if options["probe"] is None else "probe"

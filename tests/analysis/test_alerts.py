@@ -295,6 +295,7 @@ NUMBERS = {
     "loss_not_finite": {"name": "training_loss", "value": "-inf"},
     "loss_jump": {"name": "training_loss", "value": 12.31, "low": 1.234, "high": 1.456},
     "same_batch": {"before": 123_400},
+    "odd_layer": {"kind": "another scale of the scores"},
     "unmoved_weights": {"count": 128, "plural": "s", "steps": 4_000, "names": "w, " * 40},
     "left_band": {"metric": "attention entropy", "value": 0.0512, "low": 0.612, "high": 0.724,
                   "since": 123_400, "then": "; then " + "more, " * 20, "tag": "a/b"},

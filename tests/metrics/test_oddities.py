@@ -118,6 +118,25 @@ def test_a_reading_names_the_layer_that_differs(plant, tmp_path):
     assert ODDITIES[plant] in note
 
 
+@pytest.mark.parametrize("plant", [sees_all, sees_one_ahead, is_scaled, has_equal_heads])
+@pytest.mark.parametrize("checks", [None, 1], ids=["readings", "checks"])
+@pytest.mark.parametrize("begins", [0, 2], ids=["odd from the start", "becomes odd"])
+def test_a_layer_that_becomes_odd_is_an_alert_within_two_looks(plant, checks, begins):
+    model, told = decoder(), []
+    schedule = (lambda step: step == 0) if checks else (lambda step: True)
+    options = {"metrics": METRICS, "budget": None, "directory": None, "on_alert": told.append}
+    with Monitor(model, schedule=schedule, checks=checks, **options) as monitor:
+        for step in range(4):
+            if step == begins:
+                plant(model.blocks[ODD - 1])
+            with monitor(step):
+                model(batch(8, 32, seed=step))
+    # A block that calls other operators is followed anew, at the look after.
+    assert [alert.name for alert in told] == ["odd_layer"] * bool(begins)
+    assert all(alert.step in (2, 3) for alert in told)
+    assert all({*alert.layers, *(layer for layer, _ in alert.heads)} == {ODD} for alert in told)
+
+
 @pytest.mark.parametrize("plant", PASS, ids=lambda plant: plant.__name__)
 def test_describe_names_it_as_far_as_it_shows_without_measuring(plant):
     (note,) = named(text for _, text in describe(decoder(plant), batch(16)).rows)
