@@ -39,7 +39,7 @@ _NAME_ALONE = (
 # Captured views whose absence is said, each for others that lack with it.
 _MISSED = {
     "query": "Q, K as attended", "head_outputs": "outputs of heads", "token_ids": "token ids",
-    "updates": "updates of the hidden states",
+    "additions": "what blocks add to the hidden states",
 }  # fmt: skip
 _ONE_PASS = "shown by one pass: describe(model, inputs)"
 _NO_NAME = f"none under a known name; {_ONE_PASS}"

@@ -3,6 +3,7 @@
 # ruff: noqa: F401
 from geomon.capture.snapshot import HOST
 from geomon.kernels._blocks import row_blocks, rows_in_block
+from geomon.kernels.additions import norm_growth, residual_cosine, row_additions
 from geomon.kernels.angles import cosine_centred, leading_share, qk_cosine, qk_dot
 from geomon.kernels.attention import (
     attention_entropy,
@@ -37,4 +38,3 @@ from geomon.kernels.spectrum import (
     spectrum,
 )
 from geomon.kernels.token_types import token_types
-from geomon.kernels.updates import norm_growth, residual_cosine, row_updates

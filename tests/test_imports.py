@@ -80,7 +80,7 @@ ONLY = {
     ("metrics", "capture"): {"capture.modes", "capture.snapshot"},
     ("metrics", "record"): {"record.tags", "record.columns", "record.arrays", "record"},
     ("distributed", "capture"): {"capture.snapshot"},
-    ("capture", "kernels"): {"kernels.products", "kernels.updates"},
+    ("capture", "kernels"): {"kernels.products", "kernels.additions"},
 }
 OPTIONAL = (
     "lightning", "transformers", "tensorboard", "wandb", "matplotlib", "rich", "typer", "plotly",

@@ -1,7 +1,7 @@
 """A layer with every captured view, for tests that measure everything."""
 
 import torch
-from mathematics import row_updates
+from mathematics import row_additions
 from measuring import CAPTURED, Layer
 
 SEQUENCES, LENGTH, WIDTH, HEADS, KEY_HEADS, HEAD_WIDTH = 16, 16, 24, 4, 2, 6
@@ -26,7 +26,8 @@ def whole_layer(*, by_hand: bool = False) -> Layer:
     ids = torch.randint(0, 12, (ROWS,), generator=torch.Generator().manual_seed(1))
     captured = {
         "hidden": hidden, "token_ids": ids, "positions": positions, "sequences": sequences,
-        "updates": row_updates(hidden - normal(ROWS, WIDTH, seed=10), hidden), "precision": 2**-8,
+        "additions": row_additions(hidden - normal(ROWS, WIDTH, seed=10), hidden),
+        "precision": 2**-8,
         "query": normal(SEQUENCES, HEADS, LENGTH, HEAD_WIDTH, seed=2),
         "key": normal(SEQUENCES, KEY_HEADS, LENGTH, HEAD_WIDTH, seed=3),
         "visible": torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None],
@@ -43,7 +44,7 @@ def whole_layer(*, by_hand: bool = False) -> Layer:
         "expert_counts": torch.tensor([5.0, 3.0, 0.0, 8.0]),
     }  # fmt: skip
     rows = slice(LENGTH - 1, None, 3)
-    for name in ("hidden", "token_ids", "positions", "sequences", "updates"):
+    for name in ("hidden", "token_ids", "positions", "sequences", "additions"):
         captured[f"last_{name}"] = captured[name][rows].clone()
     captured["last_precision"] = 2**-8
     assert captured.keys() == CAPTURED.keys()

@@ -64,7 +64,7 @@ _GPT = {
 }  # fmt: skip
 _SEPARATE = {"query": "self_attn.q_proj", "key": "self_attn.k_proj"}
 _WITHOUT_IDS = lacking(NO_TOKENS, "token_ids")
-_IN_STAGES = _WITHOUT_IDS | lacking(NOT_BEFORE, "updates")
+_IN_STAGES = _WITHOUT_IDS | lacking(NOT_BEFORE, "additions")
 
 
 def _hf(model: str, configuration: str, **arguments: Any) -> Callable[[str], nn.Module]:

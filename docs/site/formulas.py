@@ -90,6 +90,6 @@ FUNCTIONS = {
     "attention_entropy_normalised": "attention.attention_entropy_normalised",
     "attention_sink": "attention.attention_sink", "expert_load": "loads.expert_loads",
     "mean_query_share": "scores.mean_query_share", "score_mean": "scores.score_mean",
-    "score_spread": "scores.score_spread", "norm_growth": "updates.norm_growth",
-    "residual_cosine": "updates.residual_cosine",
+    "score_spread": "scores.score_spread", "norm_growth": "additions.norm_growth",
+    "residual_cosine": "additions.residual_cosine",
 }  # fmt: skip

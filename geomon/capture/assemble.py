@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from geomon.capture.additions import with_additions
 from geomon.capture.anatomy import CROSS, Block
 from geomon.capture.attending.attention import (
     NO_SCORES,
@@ -27,6 +28,7 @@ from geomon.capture.attending.outputs import OutputSizes, sums_of_squares
 from geomon.capture.attending.seen import SeenAttention
 from geomon.capture.first_pass import BlockCall, Shape, StackPass, attention_key
 from geomon.capture.snapshot import (
+    ADDITIONS,
     CAPTURED,
     EMBEDDING,
     FINAL_NORM,
@@ -35,7 +37,6 @@ from geomon.capture.snapshot import (
     PROJECTED,
     ROW_VIEWS,
     UNEMBEDDING,
-    UPDATES,
     Layer,
     Part,
     PassInfo,
@@ -47,7 +48,6 @@ from geomon.capture.snapshot import (
 )
 from geomon.capture.tokens.pass_tokens import once
 from geomon.capture.tokens.sampling import RowSampler, SampledRows, copy_rows
-from geomon.capture.updates import with_updates
 from geomon.capture.weights import present_weight, to_numbers
 from geomon.failures import failures
 from geomon.note import Note
@@ -56,7 +56,7 @@ _HIDDEN_ONLY = frozenset({"hidden", "last"})
 _HIDDEN = "hidden states"  # the subject of remarks on them
 _LAST_QUERIES = 64  # per sequence, enough to show whether queries see keys of another sequence
 _HEADS_ONLY = frozenset({"attention", "projection"})
-_ROW_VIEWS = *(view for view in ROW_VIEWS if view not in UPDATES), "precision"
+_ROW_VIEWS = *(view for view in ROW_VIEWS if view not in ADDITIONS), "precision"
 _QUERY_VIEWS = ("query", "key", "bias", "scale", "softcap", "sink")
 _PROJECTED_VIEWS = ("projected_query", "projected_key")
 _PROJECTED_SEQUENCES = ("query_sequences", "key_sequences")
@@ -270,7 +270,7 @@ class StackBuilder:
         self._norms = dict(zip(read, to_numbers([*read.values()]), strict=True))
         self._alone = alone
         self._sources = set(map(source_of, views))
-        self._updates = views & set(UPDATES)
+        self._updates = views & set(ADDITIONS)
         self._not_run = _DROPPED if stack_pass.block_calls else not_run
         self._inverted = self._tokens.padding.contradiction(self._tokens.batch)
         self._before = stack_pass.stack.before
@@ -289,8 +289,8 @@ class StackBuilder:
             first = [self._of_hidden_states(0, "input of the blocks", rows, why, stack)]
         kept = [self._rows_behind(block_call) for _, block_call, _ in self._layers]
         if self._updates:
-            of_last = UPDATES[1] in self._updates
-            kept = with_updates([self._pass.input_rows, *kept], of_last=of_last)
+            of_last = ADDITIONS[1] in self._updates
+            kept = with_additions([self._pass.input_rows, *kept], of_last=of_last)
         made = zip(self._layers, kept, strict=True)
         return [*first, *(self._layer(n, *each, rows) for n, (each, rows) in enumerate(made, 1))]
 
@@ -454,7 +454,7 @@ class StackBuilder:
         if "positions" in missing:
             self._remark(subject, depth, missing["positions"], self._pass.stack.name)
         rest = {"hidden": kept.values, "precision": torch.finfo(self._pass.dtype).eps}
-        rest |= {} if kept.updates is None else {"updates": kept.updates}
+        rest |= {} if kept.additions is None else {"additions": kept.additions}
         return rest | captured, dict(missing), rows
 
     @once

@@ -79,8 +79,8 @@ _HIDDEN = {
     "sequences": _of_rows(
         "hidden", "tokens", "number of the sequence of each row, [tokens]", numbers=True
     ),
-    "updates": _of_rows(
-        "hidden", "tokens", "norm before the block, norm, cosine of row and update, [tokens, 3]"
+    "additions": _of_rows(
+        "hidden", "tokens", "norm before the block, norm, cosine of row and addition, [tokens, 3]"
     ),
     "precision": _of_layer("hidden", "spacing of the captured numbers at 1: eps of their dtype"),
 }
@@ -159,10 +159,10 @@ ROW_VIEWS = tuple(
 )
 
 # Views that compare the output of a block with the layer before. Other layers lack them.
-UPDATES = ("updates", f"{LAST}updates")
+ADDITIONS = ("additions", f"{LAST}additions")
 
 # Views that exist before any block has run, but not for rows of weights.
-OF_THE_BATCH = frozenset(ROW_VIEWS) - {"hidden", *UPDATES}
+OF_THE_BATCH = frozenset(ROW_VIEWS) - {"hidden", *ADDITIONS}
 
 # Extra layers that are measured if requested by name: the final norm's output, and the rows of two
 # weight matrices.
@@ -269,7 +269,7 @@ class Layer:
         """Captured views that a layer of this kind may have."""
         lacking = OF_THE_BATCH if self.of_weights else frozenset[str]()
         if "weights" not in self.sources:  # not the output of a block
-            lacking = lacking.union(UPDATES)
+            lacking = lacking.union(ADDITIONS)
         found = (name for name in CAPTURED if source_of(name) in self.sources)
         return frozenset(found) - lacking
 

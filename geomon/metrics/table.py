@@ -16,6 +16,7 @@ from torch import Tensor
 from geomon.capture.snapshot import CAPTURED
 from geomon.kernels import dimension
 from geomon.kernels import spectrum as spectral
+from geomon.kernels.additions import norm_growth, residual_cosine
 from geomon.kernels.angles import (
     cosine_centred,
     leading_share,
@@ -36,7 +37,6 @@ from geomon.kernels.loads import expert_loads
 from geomon.kernels.neighbours import Neighbours, pass_over
 from geomon.kernels.scores import mean_query_share, score_mean, score_spread
 from geomon.kernels.token_types import TokenTypes
-from geomon.kernels.updates import norm_growth, residual_cosine
 from geomon.metrics import nulls
 from geomon.metrics.metric import COUNTS, Metric, as_metric
 from geomon.metrics.views import DERIVED, FAR, NEAR, is_view

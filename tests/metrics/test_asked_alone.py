@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mathematics import nearest, row_updates
+from mathematics import nearest, row_additions
 from measuring import Layer, seen
 from whole_layer import WIDTH, normal, whole_layer
 
@@ -30,7 +30,7 @@ def layer(kind):
     captured = whole_layer().captured | {
         "hidden": hidden, "token_ids": ids, "positions": torch.arange(ROWS) % LENGTH,
         "sequences": number % 6 if kind == "6 sequences" else number,
-        "updates": row_updates(hidden - normal(ROWS, WIDTH, seed=2), hidden),
+        "additions": row_additions(hidden - normal(ROWS, WIDTH, seed=2), hidden),
     }  # fmt: skip
     if kind == "no sequences":
         del captured["sequences"]

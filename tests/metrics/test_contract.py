@@ -15,7 +15,7 @@ import definitions as by_book
 import numpy as np
 import pytest
 import torch
-from mathematics import row_updates
+from mathematics import row_additions
 from measuring import Sizes, tagged
 from scipy import stats
 from whole_layer import HEAD_WIDTH, LENGTH, ROWS, WIDTH, normal, whole_layer
@@ -176,7 +176,7 @@ def changed(change, index=1):
     other = CHANGES[change](replace(one, captured=one.captured | {"hidden": before}))
     one, before = CHANGES[change](one), other.captured["hidden"]
     return replace(
-        one, captured=one.captured | {"updates": row_updates(before, one.captured["hidden"])}
+        one, captured=one.captured | {"additions": row_additions(before, one.captured["hidden"])}
     ), before
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import samples
 import torch
-from mathematics import row_updates
+from mathematics import row_additions
 from measuring import Layer, LayerViews, NoMarginError, ViewsWithout, groups_of, margin
 from models import PlainDecoder, batch
 from samples import generator
@@ -43,7 +43,7 @@ def layer(offset: float = 0.0, seed: int = 0, sequences: int = SEQUENCES) -> Lay
     captured = {
         "hidden": rows, "token_ids": ids, "positions": torch.arange(LENGTH).repeat(sequences),
         "sequences": number, "precision": 1e-7,
-        "updates": row_updates(rows - normal(len(number), WIDTH), rows),
+        "additions": row_additions(rows - normal(len(number), WIDTH), rows),
     }  # fmt: skip
     captured |= {
         f"last_{name}": view[LENGTH - 1 :: LENGTH] if torch.is_tensor(view) else view

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from mathematics import row_updates
+from mathematics import row_additions
 from measuring import Layer, LayerViews, MissingViewError
 from whole_layer import normal
 
@@ -30,7 +30,7 @@ def test_every_metric_of_rows_gives_at_last_what_it_gives_on_these_rows(name):
     rows, last = normal(400, 12), normal(150, 12, seed=1) * torch.arange(1, 13)
     labels = {"token_ids": torch.arange(400) % 7, "positions": torch.arange(400) % 11}
     own = {view: label[:150] for view, label in labels.items()}
-    own["updates"] = row_updates(normal(150, 12, seed=2), last)
+    own["additions"] = row_additions(normal(150, 12, seed=2), last)
     both = made(rows, last, **labels, **{f"last_{view}": label for view, label in own.items()})
     found = Evaluator(check_metrics({"m": at_last(METRICS[name])}), 2).measure_layer(both, 100)
     alone = {"hidden": last, "precision": 1e-7, "sequences": torch.arange(150), **own}

@@ -43,8 +43,8 @@ class SampledRows(NamedTuple):
         role: "key" for keys from another stack, with padding of their own. Defaults to "".
         last: Rows that may be the last tokens of their sequences, or None if not wanted.
         start: First index of this rank's part of the tensor, by dimension; () for the whole.
-        updates: The rows beside those one layer before, as `kernels.updates` compares them, or None
-            if not compared.
+        additions: The rows beside those one layer before, as `kernels.additions` compares them, or
+            None if not compared.
     """
 
     values: Tensor
@@ -53,18 +53,18 @@ class SampledRows(NamedTuple):
     role: str = ""
     last: "SampledRows | None" = None
     start: tuple[int, ...] = ()
-    updates: Tensor | None = None
+    additions: Tensor | None = None
 
     def at(self, places: Tensor, indices: Tensor | None = None) -> "SampledRows":
         """Return the rows at some places, integers on the host; `indices` are theirs if known."""
         if len(places) == len(self.indices):
             return self
         there = send(places, self.values.device)
-        updates = None if self.updates is None else apart.select(self.updates, there)
+        additions = None if self.additions is None else apart.select(self.additions, there)
         return self._replace(
             values=apart.select(self.values, there),
             indices=self.indices[places] if indices is None else indices,
-            updates=updates,
+            additions=additions,
         )
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from geomon.capture.tokens.sampling import SampledRows
-from geomon.kernels.updates import row_updates
+from geomon.kernels.additions import row_additions
 
 # Numbers of the rows of all layers up to which the host compares them together: then operators cost
 # more than their arithmetic.
@@ -16,8 +16,8 @@ _FEW = 1 << 20
 Kept = SampledRows | None
 
 
-def with_updates(layers: Sequence[Kept], *, of_last: bool) -> list[Kept]:
-    """Add the updates to the rows of all layers but the first, which stay those of their tokens.
+def with_additions(layers: Sequence[Kept], *, of_last: bool) -> list[Kept]:
+    """Add the additions to the rows of all layers but the first, which stay those of their tokens.
 
     Args:
         layers: Rows of each layer, from the input of the first block on; None if unknown.
@@ -37,15 +37,15 @@ def _compared(layers: Sequence[Kept]) -> list[Kept]:
     few = rows and (rows[0].device.type != "cpu" or sum(x.numel() for x in rows) <= _FEW)
     if len(alike) > 1 and all(alike) and few:
         every = torch.stack(rows)
-        updates = row_updates(every[:-1].flatten(0, 1), every[1:].flatten(0, 1))
-        together: Sequence[Tensor] = updates.unflatten(0, (len(alike), -1)).unbind()
+        additions = row_additions(every[:-1].flatten(0, 1), every[1:].flatten(0, 1))
+        together: Sequence[Tensor] = additions.unflatten(0, (len(alike), -1)).unbind()
         return found[:1] + [
-            each and each._replace(updates=own)
+            each and each._replace(additions=own)
             for each, own in zip(found[1:], together, strict=True)
         ]
     for place, (before, each) in enumerate(itertools.pairwise(layers), 1):
         if alike[place - 1] and before is not None and each is not None:
-            found[place] = each._replace(updates=row_updates(before.values, each.values))
+            found[place] = each._replace(additions=row_additions(before.values, each.values))
     return found
 
 
