@@ -415,7 +415,7 @@ RULES: Mapping[str, AlertRule] = {
     ),
     "scatter_growth": AlertRule(
         _scatter_growth,
-        "values at all layers and heads that scatter nearly twice as much as before",
+        "values at all layers and heads that scatter half as far again as before, or more",
         "all values scatter {factor:.1f} times as far as before",
         "look at the learning rate, at the gradients and at the data",
         "over {readings} readings, all watched values together",

@@ -22,6 +22,8 @@ _STEPS = 4
 # Smallest and largest half width of the band, as shares of the last losses. A learning rate that
 # drops moves the loss by less.
 _LEAST, _LARGEST = 0.15, 0.6
+# The band is never narrower than so many deviations of one mean from the next, however large.
+_DEVIATIONS = 6.0
 # A fall is strange only once the loss is below this share of the first losses: a model that has
 # learned nothing yet may suddenly find out how to copy.
 _LEARNED = 0.85
@@ -79,7 +81,8 @@ class _Line:
         if abs(mean - usual) <= least:  # so that most steps cost nothing
             return None
         history = np.array(self._means[start_of_window(self._steps, step) :])[:, None]
-        limits = least, _LARGEST * abs(usual)
+        scatter = _DEVIATIONS * statistics.median(np.abs(np.diff(self._means)).tolist())
+        limits = max(least, scatter), max(_LARGEST * abs(usual), scatter)
         distance = measure_distance(history, np.array([mean]), *limits)
         is_outside = bool(distance.size[0] > 1)
         return (distance.expected.item(), distance.width.item()) if is_outside else None

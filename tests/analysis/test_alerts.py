@@ -341,7 +341,7 @@ def test_growing_scatter_of_all_values_is_an_alert_without_a_place():
     (alert,) = find_alerts(run, ["scatter_growth"])
     factor = alert.numbers["factor"]
     assert (1060 < alert.step < 1080, alert.where) == (True, "")
-    assert 1.36 < factor < 1.5  # the limit, and little more: 2.5 is reached over twenty readings
+    assert 1.49 < factor < 1.65  # the limit, and little more: 2.5 is reached over twenty readings
     assert f"all values scatter {factor:.1f} times as far as before; " in alert.words()
 
 

@@ -11,7 +11,7 @@ from geomon.analysis.bands import Bands, continue_line, measure_distance
 from geomon.record.columns import Place
 
 # As they were measured: docs/warnings.md.
-WINDOW, LEAST, OUTSIDE, SCATTER, SCATTER_READINGS = 48, 8, 1.15, 0.62, 20
+WINDOW, LEAST, OUTSIDE, SCATTER, SCATTER_READINGS = 48, 8, 1.15, 0.8, 20
 SCORES = "max_logit/layer_02/head_1"
 
 
