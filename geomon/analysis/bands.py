@@ -74,6 +74,10 @@ class WatchedMetric(NamedTuple):
     largest: float = math.inf
     least_of: Mapping[str, float] = {}
 
+    def least_at(self, part: str) -> float:
+        """Return the smallest half width of the bands of a part."""
+        return self.least_of.get(part, self.least)
+
 
 WATCHED = {
     "attention_entropy_normalised": WatchedMetric(0.01),
@@ -391,10 +395,7 @@ class Bands:
         self._filled = np.array(filled, dtype=np.intp)
         watched = [WATCHED[place.metric] for place in self._columns]
         self._least = np.array(
-            [
-                each.least_of.get(place.part, each.least)
-                for place, each in zip(self._columns, watched, strict=True)
-            ]
+            [each.least_at(place.part) for place, each in zip(self._columns, watched, strict=True)]
         )
         self._largest = np.array([each.largest for each in watched])
         self._by_logarithm = np.array([each.by_logarithm for each in watched], dtype=bool)

@@ -136,7 +136,8 @@ def _scaled(place: Place, value: float) -> float:
 
 
 def _least(place: Place) -> float:
-    return _LEAST_LOSS if place.metric == LOSS else WATCHED[place.metric].least
+    is_loss = place.metric == LOSS
+    return _LEAST_LOSS if is_loss else WATCHED[place.metric].least_at(place.part)
 
 
 def _differences(before: dict[Place, float], now: dict[Place, float]) -> list[Change]:

@@ -163,8 +163,9 @@ def distances(steps: NDArray[np.int64], places: Sequence[Place], numbers: Array)
     logarithms = np.array([place.metric in _LOGARITHMS for place in places])
     numbers = np.where(logarithms, np.log(np.maximum(numbers, 1e-9)), numbers)
     watched = [WATCHED.get(place.metric, WatchedMetric(0.0)) for place in places]
-    least, largest = (
-        np.array(ends) for ends in zip(*((x.least, x.largest) for x in watched), strict=True)
+    largest = np.array([each.largest for each in watched])
+    least = np.array(
+        [each.least_at(place.part) for each, place in zip(watched, places, strict=True)]
     )
 
     def compare(reading: int, every: int) -> Distance:
