@@ -20,7 +20,7 @@ def test_every_metric_that_the_inputs_allow():
     names = {tag.split("/")[0] for tag in values}
     # Heads, weights, and the layer before, are not given.
     heads = ("qk", "attention", "query", "key", "max", "head")
-    others = (*heads, "weight", "expert", "norm_g", "update", "unmoved")
+    others = (*heads, "weight", "expert", "norm_growth", "residual", "update", "unmoved")
     assert names == {name for name in METRICS if not name.startswith(others)}
     assert values["cosine/null"] == pytest.approx(0, abs=0.01)  # that of noise
     assert all(math.isfinite(value) for value in values.values()), values

@@ -41,7 +41,8 @@ class OutputSizes:
         own = rows.reshape(-1, rows.shape[-1])
         own = own if wanted is None else own.index_select(0, send(wanted, rows.device))
         heads = own[:, columns].view(len(own), self.sizes[1], -1)
-        self.norms = torch.linalg.vector_norm(heads, dim=2, dtype=torch.float32)
+        wide = torch.promote_types(heads.dtype, torch.float32)
+        self.norms = torch.linalg.vector_norm(heads, dim=2, dtype=wide).float()
 
 
 def sums_of_squares(norms: Sequence[Tensor], counted: Tensor | None) -> list[Tensor]:

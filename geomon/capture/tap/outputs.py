@@ -8,6 +8,7 @@ is shown, which is all that a block gets of its heads.
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakMethod
 
 import numpy as np
 import torch
@@ -85,7 +86,8 @@ class OutputOrigins:
     """Follows outputs of heads through the operators of a block's call (see `Followed`).
 
     Args:
-        is_of_block: Whether a tensor was made from the block's input, so that it is no weight.
+        is_of_block: Method that says whether a tensor was made from the block's input, so that it
+            is no weight. It is referred to weakly, because its object holds this one.
 
     Attributes:
         at: Number of the operator that runs.
@@ -99,7 +101,7 @@ class OutputOrigins:
         self.shown: list[Shown] = []
         self.again: dict[int, list[ShownAgain]] = {}
         self.reads_numbers = False
-        self._is_of_block = is_of_block
+        self._weakly = WeakMethod(is_of_block)
         self._expected: list[HeadOutputs | None] = []
         self._made: dict[int, ElementOrigin] = {}
         self._roots: dict[Projection, int] = {}  # numbers of attentions
@@ -175,6 +177,10 @@ class OutputOrigins:
         """Whether a sum has a summand that was made from tokens (the residual stream)."""
         others = (values for values in op.given if not self.is_followed(values))
         return any(map(self._is_of_block, others))
+
+    def _is_of_block(self, values: Any) -> bool:
+        is_of_block = self._weakly()
+        return is_of_block is not None and is_of_block(values)
 
     def _project(self, op: Op) -> None:
         """Show the outputs that an operator multiplies with weights."""
