@@ -134,11 +134,16 @@ class LossBand:
 
 
 class LossWatch:
-    """Looks at each logged loss; one that has not been finite before is not news."""
+    """Looks at each logged loss; one that has not been finite before is not news.
+
+    After a loss that is not finite, the next one is news once 12 in a row were finite. The Trainer
+    logs 0 in between.
+    """
 
     def __init__(self) -> None:
         self._copies: list[tuple[int, str, HostCopy]] = []
-        self._finite: set[str] = set()  # names whose last loss was finite
+        self._finite: dict[str, int] = {}  # how many losses in a row were finite, by name
+        self._told: set[str] = set()  # names under which one was not
         self._bands: dict[str, LossBand] = {}
 
     def put(self, step: int, values: Mapping[str, Any]) -> list[NotFinite | Jump]:
@@ -158,12 +163,12 @@ class LossWatch:
             of, name, copy = self._copies.pop(0)
             number = copy.values.item()
             if math.isfinite(number):
-                self._finite.add(name)
+                self._finite[name] = self._finite.get(name, 0) + 1
                 jump = self._bands.setdefault(name, LossBand()).add(of, number)
                 if jump is not None:
                     found.append(Jump(of, name, *jump))
-            elif name in self._finite:
-                self._finite.remove(name)
+            elif self._finite.pop(name, 0) >= (QUIET if name in self._told else 1):
+                self._told.add(name)
                 found.append(NotFinite(of, name, number))
         return found
 
