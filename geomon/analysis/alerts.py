@@ -666,29 +666,41 @@ def _advice(name: str, left: Sequence[Departure]) -> str:
     return f"look first at {place}; then {advice.removeprefix('look ')}"
 
 
+# What changes at a resume suggest, and what to look at, by their kind.
+_WHY = {
+    "fresh": (
+        "most are back at the values of the first reading, as if weights were drawn anew",
+        "look at whether the checkpoint was loaded: its keys, and strict=False",
+    ),
+    "weights": ("", "look at what was loaded into these weights"),
+    "layers": (
+        "the norms of all weights are as before",
+        "look at the configuration (rotary base, scale, masks), the order of the rows of queries "
+        "and keys, the gains of norms, and the data",
+    ),
+    "losses": (
+        "no value of a layer moved further than usual",
+        "look at the head and whether it is tied, the labels, the data and the configuration",
+    ),
+}
+
+
+def _kind_of_change(changes: Sequence[Change], *, is_fresh: bool) -> str:
+    if is_fresh:
+        return "fresh"
+    if any(change.place.metric == "weight_norm" for change in changes):
+        return "weights"
+    is_inner = any(change.place.layer is not None for change in changes)
+    return "layers" if is_inner else "losses"
+
+
 def _of_resume(step: int, last: int, changes: Sequence[Change], *, is_fresh: bool) -> Alert:
     """Return the alert on values that moved at a resume, in the words that fit them."""
     weights = [change for change in changes if change.place.metric == "weight_norm"]
-    inner = [change for change in changes if change.place.layer is not None]
     rest = [each for each in changes if each not in weights]
     first, *others = [*weights, *sorted(rest, key=lambda each: each.place.layer is None)]
     then = [f"{_words_of(one.place)} {one.now:.3g}, before {one.before:.3g}" for one in others]
-    if is_fresh:
-        cause = "most are back at the values of the first reading, as if weights were drawn anew"
-        advice = "look at whether the checkpoint was loaded: its keys, and strict=False"
-    elif weights:
-        cause, advice = "", "look at what was loaded into these weights"
-    elif inner:
-        cause = "the norms of all weights are as before"
-        advice = (
-            "look at the configuration (rotary base, scale, masks), the order of the rows of "
-            "queries and keys, the gains of norms, and the data"
-        )
-    else:
-        cause = "no value of a layer moved further than usual"
-        advice = (
-            "look at the head and whether it is tied, the labels, the data and the configuration"
-        )
+    cause, advice = _WHY[_kind_of_change(changes, is_fresh=is_fresh)]
     by_share = first.place.metric != LOSS and WATCHED[first.place.metric].by_logarithm
     size = f"{100 * first.usual:.2g} %" if by_share else f"{first.usual:.2g}"
     usual = f" (it moves by about {size} between readings)" if first.usual else ""

@@ -121,28 +121,33 @@ class Moves:
     @functools.cached_property
     def _views(self) -> dict[Place, Tensor]:
         """Size and share of unmoved numbers of each layer, with those relative to the median."""
-        members: dict[Place, list[int]] = {}
-        for index, weight in enumerate(self.weights):
-            inside = [(stack, 0) for stack in self.stacks] if not weight.place else [weight.place]
-            if weight.is_matrix if weight.place else weight.is_embedding:
-                for each in inside:
-                    members.setdefault(each, []).append(index)
-        sizes = {place: self._size(of) for place, of in members.items()}
-        unmoved = {place: self._unmoved(of) for place, of in members.items()}
-        found = {}
-        for stack in dict.fromkeys(stack for stack, _ in sizes):
-            own = [place for place in sizes if place[0] == stack]
-            blocks = [place for place in own if place[1]] or own
+        members = self._members()
+        found: dict[Place, Tensor] = {}
+        for stack in dict.fromkeys(stack for stack, _ in members):
+            sizes = {place: self._size(of) for place, of in members.items() if place[0] == stack}
+            unmoved = {place: self._unmoved(members[place]) for place in sizes}
+            blocks = [place for place in sizes if place[1]] or [*sizes]
             median = statistics.median(sizes[place] for place in blocks)
             usual = statistics.median(unmoved[place] for place in blocks)
-            for place in own:
-                size, share = sizes[place], unmoved[place]
+            for place, size in sizes.items():
                 # Embeddings, of which few rows move in a step, go their own way.
                 relative = (size + _TINY) / (median + _TINY) if place[1] else math.nan
                 over_rate = size / self.rate if place[1] else math.nan
+                share = unmoved[place]
                 values = size, relative, share, share - usual, over_rate
                 found[place] = torch.tensor(values, dtype=torch.float64, device="cpu")
         return found
+
+    def _members(self) -> dict[Place, list[int]]:
+        """Find the matrices of each block, and the embeddings, which are layer 0 of all stacks."""
+        members: dict[Place, list[int]] = {}
+        for index, weight in enumerate(self.weights):
+            if weight.place is not None and weight.is_matrix:
+                members.setdefault(weight.place, []).append(index)
+            elif weight.place is None and weight.is_embedding:
+                for stack in self.stacks:
+                    members.setdefault((stack, 0), []).append(index)
+        return members
 
     def _size(self, of: Sequence[int] | Sequence[bool]) -> float:
         """Norm of the change over the norm of some weights, for each step."""
