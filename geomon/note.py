@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 # Most characters of the first line of an alert.
-WIDTH = 100
+_LONGEST = 100
 
 
 class Note(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -17,7 +17,7 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
         kind: Subject of the note; the log has one line of each kind.
         text: The sentence. If there are layers or numbers, a `str.format` template where `{where}`
             is replaced by the layers, and the name of a number by that number.
-        more: What stands behind the sentence, such as advice; a template too. Defaults to "".
+        more: Details that follow the sentence, such as advice; a template too. Defaults to "".
         stack: Name of the stack of blocks; "" if the model has only one.
         layers: Indices of the layers.
         heads: (layer, head) pairs.
@@ -52,19 +52,19 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
         return bool(self.advice)
 
     def words(self) -> str:
-        """Return the sentence, with what stands behind it."""
+        """Return the sentence with its details."""
         return "; ".join(filter(None, (self._headline, self._filled(self.more))))
 
     def lines(self, opening: str = "") -> tuple[str, str]:
-        """Return the sentence as a line of at most 100 characters, and what stands behind it.
+        """Return the sentence as a line of at most 100 characters, and the details.
 
         Args:
             opening: First words of the line. Defaults to "".
         """
         line, more = f"{opening}{self._headline}", self._filled(self.more)
-        if len(line) <= WIDTH:
+        if len(line) <= _LONGEST:
             return line, more
-        end = max(line.rfind(" ", len(opening) + 1, WIDTH - 3), 0) or WIDTH - 4
+        end = max(line.rfind(" ", len(opening) + 1, _LONGEST - 3), 0) or _LONGEST - 4
         return f"{line[:end]} ...", "; ".join(filter(None, (f"... {line[end:].strip()}", more)))
 
     @property

@@ -205,7 +205,7 @@ class AlertRule(NamedTuple):
         seeks: Condition that it looks for.
         text: The finding in a few words, as a `str.format` template for the numbers.
         advice: Things to look at.
-        more: What stands behind the finding, as a template too. Defaults to "".
+        more: Details that follow the finding, as a template too. Defaults to "".
         false_alarms: Number of false alarms in healthy trainings; None if the alert states a fact,
             without a threshold. Defaults to 0.
         healthy: How much of healthy trainings that is. Defaults to `HEALTHY_STEPS` steps.
@@ -504,7 +504,7 @@ class AlertWatch:
         """Remember readings of branches that were given up, to which the next ones can be compared.
 
         Args:
-            readings: The readings, those of the last branch at the end.
+            readings: The readings; the last branch comes last.
         """
         self._given_up = {(reading.source, reading.step): reading for reading in readings}
 

@@ -1,7 +1,7 @@
-"""What a resume changed: the first reading after it, beside the readings before it.
+"""Compares the first reading after a resume with the readings before it.
 
 A training that goes on from a checkpoint has the weights that it had, so its values move as far as
-they moved between earlier readings. What moved further came with the resume.
+they moved between earlier readings. A value that moves further was changed by the resume.
 """
 
 import math
@@ -52,7 +52,7 @@ class Change(NamedTuple):
 
 
 class Resume(NamedTuple):
-    """What the first reading after a resume shows.
+    """Changes in the first reading after a resume.
 
     Attributes:
         step: Step of the last reading before it.
@@ -160,7 +160,7 @@ def _unusual(
     """List the values that moved much further than between earlier readings.
 
     `usual` holds the values of two readings each, and how many times as many steps the resume is
-    apart. A place's mean square change is moderated by that of all places of its metric.
+    apart. A place's mean square change is moderated by the mean over all places of its metric.
     """
     places = [place for place in before if place in now]
     changes = np.array([

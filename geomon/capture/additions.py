@@ -17,7 +17,7 @@ Kept = SampledRows | None
 
 
 def with_additions(layers: Sequence[Kept], *, of_last: bool) -> list[Kept]:
-    """Add the additions to the rows of all layers but the first, which stay those of their tokens.
+    """Add a comparison with the layer before to the rows of all layers but the first.
 
     Args:
         layers: Rows of each layer, from the input of the first block on; None if unknown.
@@ -50,7 +50,7 @@ def _compared(layers: Sequence[Kept]) -> list[Kept]:
 
 
 def _are_alike(one: Kept, other: Kept) -> bool:
-    """Whether rows are those of the same tokens, of one width."""
+    """Return whether two layers have rows of the same tokens and width."""
     if one is None or other is None:
         return False
     first, second = ((rows.shape, rows.start, rows.values.shape) for rows in (one, other))

@@ -270,7 +270,7 @@ class StackBuilder:
         self._norms = dict(zip(read, to_numbers([*read.values()]), strict=True))
         self._alone = alone
         self._sources = set(map(source_of, views))
-        self._updates = views & set(ADDITIONS)
+        self._wanted_additions = views & set(ADDITIONS)
         self._not_run = _DROPPED if stack_pass.block_calls else not_run
         self._inverted = self._tokens.padding.contradiction(self._tokens.batch)
         self._before = stack_pass.stack.before
@@ -288,8 +288,8 @@ class StackBuilder:
             stack, rows = self._pass.stack.name, self._pass.input_rows
             first = [self._of_hidden_states(0, "input of the blocks", rows, why, stack)]
         kept = [self._rows_behind(block_call) for _, block_call, _ in self._layers]
-        if self._updates:
-            of_last = ADDITIONS[1] in self._updates
+        if self._wanted_additions:
+            of_last = ADDITIONS[1] in self._wanted_additions
             kept = with_additions([self._pass.input_rows, *kept], of_last=of_last)
         made = zip(self._layers, kept, strict=True)
         return [*first, *(self._layer(n, *each, rows) for n, (each, rows) in enumerate(made, 1))]
@@ -355,13 +355,13 @@ class StackBuilder:
         self, depth: int, block: Block, block_call: BlockCall | None, name: str,
         kept: SampledRows | None,
     ) -> Layer:  # fmt: skip
-        """Build the output of a block, whose rows were compared with those of the layer before."""
+        """Build the output of a block from its rows, which were compared with the layer before."""
         depth += self._before
         stack = self._pass.stack.name
         why = self._why_no_rows(ran=block_call is not None)
         captured, missing, part = self._row_views(depth, kept, why)
         sources = _sources_of(kept) | {"weights"}
-        for view in self._updates - captured.keys():
+        for view in self._wanted_additions - captured.keys():
             if source_of(view) in sources:
                 missing.setdefault(view, _NOT_BEFORE)
         if id(block_call) in self._norms:

@@ -155,5 +155,5 @@ def _is_stage(value: Any) -> bool:
 
 
 def _count_micro_batches(stage: Any) -> int:
-    """Count micro-batches from a stage's list of where their inputs come from."""
+    """Count the micro-batches for which a pipeline stage lists received inputs."""
     return len(stage.args_recv_info)

@@ -1,4 +1,4 @@
-"""What a block adds to the hidden states: growth of their norm, and direction of the addition.
+"""Growth of the hidden states' norm in a block, and direction of what the block adds.
 
 With x_(l-1) the row of a token one layer before, and x_l its row now, the addition is
 x_l - x_(l-1), whether or not the block is residual.
@@ -45,7 +45,7 @@ def row_additions(before: Tensor, hidden: Tensor) -> Tensor:
 
 
 def norm_growth(additions: Tensor) -> Tensor:
-    """Compute the root mean square norm of the rows over that of the same rows one layer before.
+    """Compute the root mean square norm of rows, relative to the same rows one layer before.
 
     sqrt(sum_i |x_(l,i)|^2 / sum_i |x_(l-1,i)|^2), in float64. Range [0, inf); sqrt(2) if additions
     are as large as the rows and orthogonal to them.

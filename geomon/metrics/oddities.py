@@ -105,7 +105,7 @@ def odd_layers(layers: Sequence[Layer]) -> list[Note]:
 def _unusual_scale(traits: Mapping[int, Traits]) -> list[Note]:
     """Say how a stack scales its scores, if all layers do it alike but not as most models do.
 
-    Some models do so by design, and make up for it in their weights, so it is no oddity.
+    Some models do so by design and compensate in their weights, so it is not an oddity.
     """
     scales = {own["scale"]: own["scale_by_width"] for own in traits.values() if "scale" in own}
     if len(scales) != 1:

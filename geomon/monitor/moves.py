@@ -100,7 +100,7 @@ class Moves:
         return self.copy.values.double().numpy() * (counts / _NUMBERS)
 
     def complete(self, stacks: Stacks) -> None:
-        """Put the sizes of what is not a layer into a reading: vectors (gains of norms), head."""
+        """Put the sizes of vectors (gains of norms) and of the output layer into a reading."""
         vectors = [not weight.is_matrix for weight in self.weights]
         head = [
             weight.is_matrix and not weight.is_embedding and weight.place is None
@@ -161,7 +161,7 @@ class Moves:
 class WeightWatch:
     """Compares some numbers of each trainable weight between looks.
 
-    A weight stands still if its numbers stay equal while those of another weight change. Rows of
+    A weight stands still if its numbers stay equal while another weight's numbers change. Rows of
     an embedding move only if their tokens come, so it counts once many numbers that used to move
     have not. Biases are left out, because the bias of keys gets no gradient. Nothing waits for a
     CUDA device: weights that stand still there are found at the look after the copy is made. If

@@ -210,10 +210,9 @@ class StepAxis:
         return [at[0] ** 2 / inner[0], *inner, at[-1] ** 2 / inner[-1]]
 
     def gaps(self, steps: Sequence[int]) -> list[int]:
-        """List the places in ascending steps after which more than a fifth of the run is missing.
+        """List the indices of steps before a gap of more than a fifth of the drawn axis.
 
-        Shares are those of the drawn axis. Step 0 has no place on a logarithmic axis, so what comes
-        after it is measured in steps.
+        Step 0 has no place on a logarithmic axis, so the gap after it is measured in steps.
         """
         first, last = self.places([self.steps[0], self.steps[-1]])
         return [

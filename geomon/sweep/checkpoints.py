@@ -79,8 +79,8 @@ def trainer_checkpoints(
 ) -> list[Checkpoint]:
     """Find the `checkpoint-N` folders of the HF Trainer: models of transformers, or peft adapters.
 
-    The step is `global_step` in the folder's `trainer_state.json`, or the number in its name. The
-    Trainer leaves the last adapter beside the folders; a finished model there is read alone.
+    The step is `global_step` in the folder's `trainer_state.json`, or the number in its name. If
+    the folder itself holds a finished model, only that model is read.
 
     Args:
         folder: Folder with such folders, or one of them.

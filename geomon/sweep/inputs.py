@@ -45,7 +45,7 @@ def text_windows(
         Token ids, int64, [sequences, tokens].
 
     Raises:
-        ValueError: If the text is empty, or there is no such tokenizer.
+        ValueError: If the text is empty, or the tokenizer does not exist.
     """
     content = Path(text).read_bytes()
     if not content.strip():

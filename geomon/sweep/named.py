@@ -1,4 +1,4 @@
-"""What the command line names: a model, its checkpoints, and their inputs."""
+"""Finds the model, the checkpoints and the inputs that the command line names."""
 
 import os
 import pkgutil
@@ -64,7 +64,7 @@ def read_inputs(
         sizes: Largest number of sequences, and of tokens in each.
 
     Raises:
-        ValueError: If not exactly one file is given, or there is no such tokenizer.
+        ValueError: If not exactly one file is given, or the tokenizer does not exist.
     """
     if (inputs is None) == (text is None):
         raise ValueError(

@@ -54,9 +54,9 @@ def scan(
     scan; if it can be read then, later ones are read again too. The random state stays the same.
 
     Args:
-        model: Model into which weights are loaded; it ends with those of the last checkpoint, in
-            eval mode, on the device. None if each checkpoint loads a model; then they are loaded
-            into the first of these.
+        model: Model into which weights are loaded; afterwards it holds the last checkpoint's
+            weights, in eval mode, on the device. None if each checkpoint loads a model; the first
+            model then takes the weights of the others.
         checkpoints: Checkpoints of one training, in any order.
         inputs: Fixed inputs: a tensor, a dict of keyword arguments, a tuple of arguments, or a
             function of the model.

@@ -145,13 +145,16 @@ def test_what_moves_again_and_stands_still_again_is_said_again():
 
 
 def norm(of):
-    return math.sqrt(sum(float(each.detach().square().sum()) for each in of))
+    return math.sqrt(sum(float(each.detach().double().square().sum()) for each in of))
 
 
-def test_the_size_of_an_update_is_that_of_all_weights(tmp_path):
+@pytest.mark.parametrize("offset", [0.0, 100.0])  # squares of both, less their product, fail at 100
+def test_the_size_of_an_update_is_that_of_all_weights(tmp_path, offset):
     """From samples, for each step; of embeddings at layer 0, of vectors and the head beside."""
     model = PlainDecoder(width=48, layers=3, heads=2)
     matrices = [[w for w in block.parameters() if w.ndim > 1] for block in model.blocks]
+    for weight in model.parameters():
+        weight.data += offset
     embeddings = [model.tokens.weight, model.places.weight]
     groups = [embeddings, *matrices, [model.head.weight]]
     before, after = ([], [])

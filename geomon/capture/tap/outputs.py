@@ -41,7 +41,7 @@ class HeadOutputs(Protocol):
 
 
 class HeadColumns(NamedTuple):
-    """Where the outputs of heads are in the input of an output projection.
+    """Columns and rows of heads in the input of an output projection.
 
     Attributes:
         columns: Columns of all heads, in order; a slice if they stand side by side.
@@ -62,13 +62,13 @@ class Shown(NamedTuple):
 
 
 class ShownAgain(NamedTuple):
-    """How to find the same outputs in a later call.
+    """Finds the same outputs again in a later call.
 
     Attributes:
         number: Number of the attention, among those whose outputs were expected.
         at: Position of the projected tensor among the operator's arguments.
         dim: Dimension of its features.
-        where: Where the heads are.
+        where: Columns and rows of the heads.
     """
 
     number: int
@@ -86,8 +86,8 @@ class OutputOrigins:
     """Follows outputs of heads through the operators of a block's call (see `Followed`).
 
     Args:
-        is_of_block: Method that says whether a tensor was made from the block's input, so that it
-            is no weight. It is referred to weakly, because its object holds this one.
+        is_of_block: Method that says whether a tensor was made from the block's input, and so
+            is not a weight. Its object holds this one, so it is referenced weakly.
 
     Attributes:
         at: Number of the operator that runs.

@@ -43,8 +43,8 @@ class SampledRows(NamedTuple):
         role: "key" for keys from another stack, with padding of their own. Defaults to "".
         last: Rows that may be the last tokens of their sequences, or None if not wanted.
         start: First index of this rank's part of the tensor, by dimension; () for the whole.
-        additions: The rows beside those one layer before, as `kernels.additions` compares them, or
-            None if not compared.
+        additions: Each row compared with the same token's row one layer before (see
+            `kernels.additions`), or None if not compared.
     """
 
     values: Tensor
