@@ -198,7 +198,7 @@ def build_snapshot(
         remarks += builder.notes()
     remarks += [*_of_stacks_left_out(passes, counted), *notes]
     first = counted[0]
-    dtype = str(first.dtype).removeprefix("torch.") if run else ""
+    dtype = str(first.selection.dtype).removeprefix("torch.") if run else ""
     info = PassInfo(
         min(rows, default=0), first.mode, dtype, remarks,
         batch=first.tokens.checksum, token_ids=first.tokens.ids_checksum,
@@ -342,8 +342,8 @@ class StackBuilder:
         if self._are_sums:
             last = stack_pass.block_calls[-1].summed
             texts.append(_ADDS_OUTSIDE + _LAST_BRANCH * (last is None))
-        if stack_pass.passed_over:
-            texts.append(_PASSED_OVER.format(count=stack_pass.passed_over + 1))
+        if stack_pass.owner_call.passed_over:
+            texts.append(_PASSED_OVER.format(count=stack_pass.owner_call.passed_over + 1))
         return notes + [Note(text, text, stack) for text in texts]
 
     def _remark(self, subject: str, depth: int, remark: str, stack: str) -> None:
@@ -394,7 +394,9 @@ class StackBuilder:
 
     def _why_no_rows(self, *, ran: bool) -> str:
         """Say why the hidden states of a block are missing."""
-        not_read = self._pass.why_not_read or (_LAST if self._pass.stack.entering else _NESTED)
+        not_read = self._pass.selection.why_not_read or (
+            _LAST if self._pass.stack.entering else _NESTED
+        )
         return not_read if ran else self._not_run
 
     def _row_views(
@@ -453,7 +455,7 @@ class StackBuilder:
         captured, missing, rows = self._facts_of(kept.indices, kept.shape)
         if "positions" in missing:
             self._remark(subject, depth, missing["positions"], self._pass.stack.name)
-        rest = {"hidden": kept.values, "precision": torch.finfo(self._pass.dtype).eps}
+        rest = {"hidden": kept.values, "precision": torch.finfo(self._pass.selection.dtype).eps}
         rest |= {} if kept.additions is None else {"additions": kept.additions}
         return rest | captured, dict(missing), rows
 

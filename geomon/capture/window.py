@@ -309,7 +309,7 @@ class Window:
         self, passes: Sequence[StackPass], device: torch.device, *, wait: bool
     ) -> Snapshot:
         """Build the snapshot of a pass through all stacks."""
-        matrices, sampler = self._found_matrices(), self._tracker.memory().sampler
+        matrices, sampler = self._found_matrices(), self._tracker.memory.of().sampler
         texts = [
             f"watching a call failed, and what it would have shown is missing: {failure}"
             for failure in dict.fromkeys(self._failures)
@@ -341,7 +341,7 @@ class Window:
             final_norm=FINAL_NORM in self._extra,
             other_thread=self._tracker.other_thread,
             no_rows=self._tracker.no_rows,
-            notes=[*(Note(text, text) for text in texts), *self._tracker.memory().notes()],
+            notes=[*(Note(text, text) for text in texts), *self._tracker.memory.of().notes()],
             device=device,
             wait=wait,
         )

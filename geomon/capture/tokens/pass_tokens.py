@@ -331,6 +331,11 @@ class PassTokens:
         self.shape = shape
         self.ids.begin()
 
+    def unfolded(self, shape: Shape) -> Shape:
+        """Return the shape of rows where they enter the stack, in case a block flattens them."""
+        flattened = shape != self.shape[::-1] and math.prod(shape) == math.prod(self.shape)
+        return self.shape if flattened else shape
+
     def known(self, attended: Sequence[Shape] = (), begins: Tensor | None = None) -> KnownTokens:
         """Return what is known by now, and from attention if the pass is over."""
         return KnownTokens(
