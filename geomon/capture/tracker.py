@@ -94,6 +94,12 @@ class Tracker:
         return stack_pass, block_call, stack_pass.stack.blocks[block_call.block]
 
     @property
+    def has_attention(self) -> bool:
+        """Whether the call of any attention was seen."""
+        calls = (call for stack_pass in self.passes for call in stack_pass.block_calls)
+        return any(seen.route for call in calls for seen in call.attentions.values())
+
+    @property
     def in_block(self) -> bool:
         """Whether a block is running, whether or not its call counts."""
         return bool(self._running)
