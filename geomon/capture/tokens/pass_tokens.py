@@ -144,6 +144,12 @@ class KnownTokens:
         return self.shape if streams is None else streams[0]
 
     @property
+    @once
+    def inverted_mask(self) -> str | None:
+        """Error text if a mask marks as tokens exactly what attention hides, else None."""
+        return self.padding.contradiction(self.batch)
+
+    @property
     def _turned(self) -> bool:
         """Whether token ids are [batch, length] but hidden states are [length, batch, width]."""
         return self.ids.turned(self.shape)
