@@ -1,4 +1,4 @@
-"""Which operators of a watched pass are seen: those in the blocks, and if possible those around."""
+"""See the operators of a watched pass: in the blocks, and if possible around them."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

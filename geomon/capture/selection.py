@@ -1,4 +1,4 @@
-"""Which rows of hidden states are kept in a pass, also if ranks share the hidden states."""
+"""Choose the rows of hidden states to keep in a pass, also if ranks share the hidden states."""
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ class SequenceSplit:
 
 
 class RowSelection:
-    """Which rows of the hidden states of a pass are kept; equal shapes get equal rows.
+    """Chooses the rows of hidden states to keep in a pass; equal shapes get equal rows.
 
     Args:
         memory: Memory limit of the rows, with their sampler.

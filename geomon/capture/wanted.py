@@ -1,4 +1,4 @@
-"""What a window is asked for, and what it must see for it."""
+"""The views that a window is asked for, and what it must see for them."""
 
 import functools
 from collections.abc import Callable, Sequence

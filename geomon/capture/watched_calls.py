@@ -1,4 +1,4 @@
-"""Which calls of modules a window watches, and what it does before and after them."""
+"""The calls of modules that a window watches, and its actions before and after them."""
 
 from collections.abc import Callable, Sequence
 

@@ -61,7 +61,7 @@ def once(method: Method) -> Method:
 
 
 class KnownTokens:
-    """What is known of the tokens of a pass at one time.
+    """Everything known of the tokens of a pass at one time.
 
     Args:
         shape: Shape of the hidden states that entered the first block, without the width.
