@@ -239,7 +239,7 @@ def test_recomputation_changes_neither_the_layers_nor_what_they_hold(owner):
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_of_lists_of_sublayers_what_enters_each_is_a_layer(parts):
+def test_the_input_of_each_list_of_sublayers_is_a_layer(parts):
     """With a second part of the sequences, a second round: it gives the first no layer."""
 
     def run(m, x):
@@ -319,7 +319,7 @@ def lists(kinds: str, *, before: bool = True, joins=Residual) -> nn.Module:
     ],
 )
 @pytest.mark.parametrize("joins", [Residual, Gate])
-def test_of_lists_with_a_residual_the_sum_is_the_layer(kinds, ends, attending, before, joins):
+def test_the_sum_is_the_layer_of_lists_with_a_residual(kinds, ends, attending, before, joins):
     model = lists(kinds, before=before, joins=joins)
     x, context = torch.randn(4, 9, 32), torch.randn(4, 9, 32)
     seen = look(model, x, context)

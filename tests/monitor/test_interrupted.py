@@ -77,7 +77,11 @@ def test_ctrl_c_or_a_signal_at_any_line_is_the_loops_and_loses_and_doubles_no_re
 
 
 # Files whose code runs in the training's forward pass.
-WATCHING = files("capture/window.py", "capture/tap/mode.py", "capture/calling/calls.py")
+WATCHING = files(
+    "capture/guard.py", "capture/observer.py", "capture/operator_watch.py",
+    "capture/pass_recorder.py", "capture/watched_calls.py", "capture/tap/mode.py",
+    "capture/calling/calls.py",
+)  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
