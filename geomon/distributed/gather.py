@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from geomon.capture.snapshot import OF_THE_BATCH, Layer, Part, PassInfo, Snapshot, source_of
+from geomon.capture import OF_THE_BATCH, Layer, Part, PassInfo, Snapshot, source_of
 from geomon.distributed.group import RankFailedError, RankGroup
 from geomon.distributed.merge import (
     Shape,

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from geomon.capture.snapshot import (
+from geomon.capture import (
     CAPTURED,
     OF_THE_BATCH,
     Layer,

@@ -14,8 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from geomon.capture.modes import unseen
-from geomon.capture.snapshot import HOST, OF_THE_BATCH, ROW_VIEWS, SOURCES, Layer
+from geomon.capture import HOST, OF_THE_BATCH, ROW_VIEWS, SOURCES, Layer, unseen
 from geomon.failures import failures
 from geomon.kernels.groups import GROUPS
 from geomon.kernels.products import without_autocast
