@@ -15,7 +15,8 @@ from geomon import Memory, Monitor, every, read, select
 # What a reading goes through from the first layer that is measured to its line in the record.
 PARTS = files(
     "monitor/monitor.py", "monitor/outbox.py", "monitor/executor.py", "monitor/jobs.py",
-    "monitor/sinks.py", "monitor/warnings.py", "record/jsonl.py", "metrics/at_once.py",
+    "monitor/layer_queue.py", "monitor/sinks.py", "monitor/warnings.py", "record/jsonl.py",
+    "metrics/at_once.py",
 )  # fmt: skip
 MOVES = ("executor.py", "outbox.py", "jsonl.py")
 
