@@ -361,7 +361,7 @@ class Monitor:
         Args:
             sinks: Sinks that write to loggers of the training.
         """
-        self.outbox.sinks.add_loggers(sinks)
+        self.outbox.add_loggers(sinks)
 
     def charge(self) -> AbstractContextManager[None]:
         """Return a context manager for geomon's own work: it counts time, and hides operations."""
@@ -509,7 +509,7 @@ class Monitor:
         self.warnings.attempt(lambda: self._look_at_weights(step), failed, once=True)
         news = self._weights.news()
         if is_alerted:
-            self.outbox.watch_weights(news)
+            self.outbox.alarms.watch_weights(news)
 
     def _look_at_weights(self, step: int) -> None:
         self._moves = self._weights.look(step, self.passes.places)
@@ -518,7 +518,7 @@ class Monitor:
         """Look for a loss that jumps or is not finite, on the first rank."""
         if self._group.rank == 0:
             self.warnings.attempt(
-                lambda: self.outbox.watch_losses(step, values),
+                lambda: self.outbox.alarms.watch_losses(step, values),
                 "losses are not watched",
                 once=True,
             )
