@@ -53,6 +53,7 @@ from geomon.monitor.device import MeasuringDevice
 from geomon.monitor.executor import ReadingExecutor
 from geomon.monitor.held_out import HeldOut, describe_probe, is_loader
 from geomon.monitor.jobs import CHECK, ReadingJob
+from geomon.monitor.model_blocks import ModelBlocks
 from geomon.monitor.moves import Moves, WeightWatch
 from geomon.monitor.options import (
     AUTO,
@@ -121,8 +122,9 @@ class Monitor:
         self.account = Account()
         loss = options["probe_loss"]
         self.passes = Passes(
-            self._parts, options, views=self._evaluator.views, group=self._group,
-            device=self._device, in_background=self._in_background(), account=self.account,
+            ModelBlocks(self._parts, self._group, options["blocks"]), options,
+            views=self._evaluator.views, group=self._group, device=self._device,
+            in_background=self._in_background(), account=self.account,
             loss=None if loss is None else ProbeLoss(loss, self.warnings),
         )  # fmt: skip
         self.planner = self._make_planner()
@@ -512,7 +514,7 @@ class Monitor:
             self.outbox.alarms.watch_weights(news)
 
     def _look_at_weights(self, step: int) -> None:
-        self._moves = self._weights.look(step, self.passes.places)
+        self._moves = self._weights.look(step, self.passes.blocks.places)
 
     def _watch_losses(self, step: int, values: Mapping[str, Any]) -> None:
         """Look for a loss that jumps or is not finite, on the first rank."""
@@ -692,7 +694,7 @@ class Monitor:
         """Names of the blocks of the whole model, as far as they are known."""
         if self._parts.stages and self._group.connected:
             return self._group.mesh.block_names()
-        return self.passes.block_names
+        return self.passes.blocks.names
 
     def _in_background(self) -> bool:
         """Whether rows are measured in the background."""
@@ -712,7 +714,7 @@ def _unseen(charge: AbstractContextManager[None]) -> Iterator[None]:
 
 def _notes_of_run(passes: Passes, group: RankGroup, device: MeasuringDevice) -> list[Note]:
     """Return the notes that hold for every reading."""
-    notes = passes.notes()
+    notes = passes.blocks.notes()
     if (reason := group.why_not_connected) is not None:
         text = "rows are not gathered, and only the rows of rank 0 are measured: {reason}"
         notes.append(Note("not gathered", text, numbers={"reason": reason}))

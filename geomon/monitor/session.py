@@ -172,7 +172,7 @@ class CallbackSession:
 
         with self.monitor.charge():
             self._first_call = _SeenCall(
-                self.monitor.passes.modules_around_blocks(),
+                self.monitor.passes.blocks.modules_around(),
                 before=lambda: self._open_or_proceed(step, force=force),
                 after=self.close,
                 between=self.monitor.passes.pause,
