@@ -2,7 +2,7 @@
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from geomon.analysis.curves import measured, single_source
@@ -108,26 +108,31 @@ def compare(
             values at near steps, or have them only at step 0.
     """
     runs = [{reading.step: reading for reading in single_source(run)} for run in (first, second)]
-    for run, asked, name in zip(runs, steps or (), ("first", "second"), strict=False):
-        if asked not in run:
-            raise ValueError(
-                f"the {name} run has no reading at step {asked:,}; the nearest is at step "
-                f"{min(run, key=lambda step: abs(step - asked)):,}"
-            )
-    compared = [
-        difference
-        for quantity in quantities_of(first).values()
-        if _is_compared(quantity)
-        if (at := steps or _last_near(*(quantity.curve(run.values()).steps for run in runs)))
-        for difference in _differences(quantity, runs[0][at[0]], runs[1][at[1]])
-    ]
-    trained = min(max(run, default=0) for run in runs)
-    if not compared or (not steps and trained and not any(each.step for each in compared)):
+    if steps is not None:
+        _check_read(runs, steps)
+    compared: list[Difference] = []
+    for quantity in quantities_of(first).values():
+        curves = (quantity.curve(run.values()) for run in runs)
+        if _is_compared(quantity) and (at := steps or _last_near(*(x.steps for x in curves))):
+            compared += _differences(quantity, runs[0][at[0]], runs[1][at[1]])
+    is_trained = min(max(run, default=0) for run in runs) > 0
+    is_late = any(each.step for each in compared)
+    if not compared or not (steps or is_late or not is_trained):
         raise ValueError(
             "the runs have no values at steps near one another (10 %) once they train: name a step "
             "of each run (--steps A:B), or compare runs of the same schedule"
         )
     return compared
+
+
+def _check_read(runs: Sequence[Mapping[int, Reading]], steps: Sequence[int]) -> None:
+    """Raise ValueError unless each run, as readings by step, was read at its step."""
+    for run, asked, name in zip(runs, steps, ("first", "second"), strict=True):
+        if asked not in run:
+            raise ValueError(
+                f"the {name} run has no reading at step {asked:,}; the nearest is at step "
+                f"{min(run, key=lambda step: abs(step - asked)):,}"
+            )
 
 
 def _is_compared(quantity: Quantity) -> bool:

@@ -112,7 +112,7 @@ class ReadingExecutor:
     def _measure(self, job: ReadingJob, before: ReadingJob | None) -> None:
         """Measure a job in a thread of its own, after the job before it."""
         if before is not None:
-            before.done.wait()
+            before.wait()
         self._began = time.perf_counter()
         try:
             with job.alongside_training():

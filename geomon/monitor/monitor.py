@@ -53,6 +53,7 @@ from geomon.monitor.device import MeasuringDevice
 from geomon.monitor.executor import ReadingExecutor
 from geomon.monitor.held_out import HeldOut, describe_probe, is_loader
 from geomon.monitor.jobs import CHECK, ReadingJob
+from geomon.monitor.model_blocks import ModelBlocks
 from geomon.monitor.moves import Moves, WeightWatch
 from geomon.monitor.options import (
     AUTO,
@@ -122,8 +123,9 @@ class Monitor:
         self.account = Account()
         loss = options["probe_loss"]
         self.passes = Passes(
-            self._parts, options, views=self._evaluator.views, group=self._group,
-            device=self._device, in_background=self._in_background(), account=self.account,
+            ModelBlocks(self._parts, self._group, options["blocks"]), options,
+            views=self._evaluator.views, group=self._group, device=self._device,
+            in_background=self._in_background(), account=self.account,
             loss=None if loss is None else ProbeLoss(loss, self.warnings),
         )  # fmt: skip
         self.planner = self._make_planner()
@@ -362,7 +364,7 @@ class Monitor:
         Args:
             sinks: Sinks that write to loggers of the training.
         """
-        self.outbox.sinks.add_loggers(sinks)
+        self.outbox.add_loggers(sinks)
 
     def charge(self) -> AbstractContextManager[None]:
         """Return a context manager for geomon's own work: it counts time, and hides operations."""
@@ -510,16 +512,16 @@ class Monitor:
         self.warnings.attempt(lambda: self._look_at_weights(step), failed, once=True)
         news = self._weights.news()
         if is_alerted:
-            self.outbox.watch_weights(news)
+            self.outbox.alarms.watch_weights(news)
 
     def _look_at_weights(self, step: int) -> None:
-        self._moves = self._weights.look(step, self.passes.places)
+        self._moves = self._weights.look(step, self.passes.blocks.places)
 
     def _watch_losses(self, step: int, values: Mapping[str, Any]) -> None:
         """Look for a loss that jumps or is not finite, on the first rank."""
         if self._group.rank == 0:
             self.warnings.attempt(
-                lambda: self.outbox.watch_losses(step, values),
+                lambda: self.outbox.alarms.watch_losses(step, values),
                 "losses are not watched",
                 once=True,
             )
@@ -693,7 +695,7 @@ class Monitor:
         """Names of the blocks of the whole model, as far as they are known."""
         if self._parts.stages and self._group.connected:
             return self._group.mesh.block_names()
-        return self.passes.block_names
+        return self.passes.blocks.names
 
     def _in_background(self) -> bool:
         """Whether rows are measured in the background."""
@@ -713,7 +715,7 @@ def _unseen(charge: AbstractContextManager[None]) -> Iterator[None]:
 
 def _notes_of_run(passes: Passes, group: RankGroup, device: MeasuringDevice) -> list[Note]:
     """Return the notes that hold for every reading."""
-    notes = passes.notes()
+    notes = passes.blocks.notes()
     if (reason := group.why_not_connected) is not None:
         text = "rows are not gathered, and only the rows of rank 0 are measured: {reason}"
         notes.append(Note(NoteKind.NOT_GATHERED, text, numbers={"reason": reason}))

@@ -14,10 +14,12 @@ from support.scenarios import OF_PROCESS
 
 # What a reading goes through from the first layer that is measured to its line in the record.
 PARTS = files(
-    "monitor/monitor.py", "monitor/outbox.py", "monitor/executor.py", "monitor/jobs.py",
-    "monitor/sinks.py", "monitor/warnings.py", "record/jsonl.py", "metrics/at_once.py",
+    "monitor/monitor.py", "monitor/outbox.py", "monitor/completion.py", "monitor/alarms.py",
+    "monitor/run_writer.py", "monitor/hooks.py", "monitor/executor.py", "monitor/jobs.py",
+    "monitor/layer_queue.py", "monitor/sinks.py", "monitor/warnings.py", "record/jsonl.py",
+    "metrics/at_once.py",
 )  # fmt: skip
-MOVES = ("executor.py", "outbox.py", "jsonl.py")
+MOVES = ("executor.py", "outbox.py", "completion.py", "run_writer.py", "jsonl.py")
 
 
 @pytest.fixture
