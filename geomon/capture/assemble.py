@@ -35,7 +35,6 @@ from geomon.capture.snapshot import (
     HOST,
     LAST,
     PROJECTED,
-    ROW_VIEWS,
     UNEMBEDDING,
     Layer,
     Part,
@@ -44,6 +43,8 @@ from geomon.capture.snapshot import (
     concat_heads,
     group_by_layer,
     source_of,
+    sources_shared_by,
+    views_of,
     wait_for_copies,
 )
 from geomon.capture.tokens.pass_tokens import once
@@ -52,11 +53,11 @@ from geomon.capture.weights import present_weight, to_numbers
 from geomon.failures import failures
 from geomon.note import Note
 
-_HIDDEN_ONLY = frozenset({"hidden", "last"})
+_HIDDEN_ONLY = sources_shared_by("rows")
 _HIDDEN = "hidden states"  # the subject of remarks on them
 _LAST_QUERIES = 64  # per sequence, enough to show whether queries see keys of another sequence
-_HEADS_ONLY = frozenset({"attention", "projection"})
-_ROW_VIEWS = *(view for view in ROW_VIEWS if view not in ADDITIONS), "precision"
+_HEADS_ONLY = sources_shared_by("heads")
+_ROW_VIEWS = tuple(view for view in views_of("hidden") if view not in ADDITIONS)
 _QUERY_VIEWS = ("query", "key", "bias", "scale", "softcap", "sink")
 _PROJECTED_VIEWS = ("projected_query", "projected_key")
 _PROJECTED_SEQUENCES = ("query_sequences", "key_sequences")
@@ -270,7 +271,7 @@ class StackBuilder:
         self._norms = dict(zip(read, to_numbers([*read.values()]), strict=True))
         self._alone = alone
         self._sources = set(map(source_of, views))
-        self._wanted_additions = views & set(ADDITIONS)
+        self._wanted_additions = views & ADDITIONS
         self._not_run = _DROPPED if stack_pass.block_calls else not_run
         self._inverted = self._tokens.padding.contradiction(self._tokens.batch)
         self._before = stack_pass.stack.before
@@ -289,7 +290,7 @@ class StackBuilder:
             first = [self._of_hidden_states(0, "input of the blocks", rows, why, stack)]
         kept = [self._rows_behind(block_call) for _, block_call, _ in self._layers]
         if self._wanted_additions:
-            of_last = ADDITIONS[1] in self._wanted_additions
+            of_last = "last" in map(source_of, self._wanted_additions)
             kept = with_additions([self._pass.input_rows, *kept], of_last=of_last)
         made = zip(self._layers, kept, strict=True)
         return [*first, *(self._layer(n, *each, rows) for n, (each, rows) in enumerate(made, 1))]
@@ -566,9 +567,7 @@ class StackBuilder:
                 reason = _not_rebuilt(read)
             except failures() as error:  # hidden states, and other layers, do not depend on it
                 reason = _not_rebuilt(error)
-        return {}, dict.fromkeys(
-            (*_QUERY_VIEWS, "visible", "scores", "max_logits", "head_outputs"), reason
-        )
+        return {}, dict.fromkeys(views_of("attention"), reason)
 
     def _with_max_logits(
         self, seen: SeenAttention, call: AttentionCall | SoftmaxCall, read: dict[str, Any]

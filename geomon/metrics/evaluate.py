@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from geomon.capture.modes import unseen
-from geomon.capture.snapshot import HOST, OF_THE_BATCH, ROW_VIEWS, SOURCES, Layer
+from geomon.capture.snapshot import (
+    HOST,
+    OF_THE_BATCH,
+    SOURCES,
+    Layer,
+    sources_shared_by,
+    views_of,
+)
 from geomon.failures import failures
 from geomon.kernels.groups import GROUPS
 from geomon.kernels.products import without_autocast
@@ -90,9 +97,9 @@ class Evaluator:
     def source_groups(self) -> list[frozenset[str]]:
         """Groups of sources that no metric reads together, the group of hidden states first."""
         read = [metric.sources for metric in self.metrics.values()]
-        unread = SOURCES.difference(*read)
+        unread = frozenset(SOURCES).difference(*read)
         groups: list[frozenset[str]] = []
-        for sources in [unread | {"hidden", "weights", "moves", "routing"}, *read]:
+        for sources in [unread | {"hidden"} | sources_shared_by("whole"), *read]:
             joined = sources.union(*(group for group in groups if group & sources))
             groups = [joined, *(group for group in groups if not group & sources)]
         return sorted(groups, key=lambda group: ("hidden" not in group, min(group)))
@@ -271,7 +278,7 @@ def _fingerprint(layer: Layer, *sizes: int | None) -> str:
     if "token_ids" not in layer.captured and not layer.of_weights:
         return ""
     found = zlib.crc32(repr(sizes).encode())
-    for name in ROW_VIEWS:
+    for name in views_of("hidden"):
         if name in layer.captured and name in OF_THE_BATCH:
             found = zlib.crc32(layer.captured[name].cpu().contiguous().numpy().tobytes(), found)
     return f"{found:08x}"

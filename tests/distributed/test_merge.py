@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from geomon.capture.snapshot import Layer, Part
 from geomon.distributed import merge_layers
-from geomon.distributed.merge import attention_shape, subsample_attention
+from geomon.distributed.joining import attention_shape
+from geomon.distributed.merge import subsample_attention
 from geomon.kernels.attention import attention_rows, scores_of
 
 ROWS, SEQUENCES, QUERIES, KEYS, WIDTH = 7, 2, 3, 5, 4
