@@ -9,22 +9,24 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from geomon.analysis.numbers import significant
+from geomon.analysis import significant
 from geomon.array_input import as_labels, as_rows
-from geomon.capture import Window, derive_seed, extra_pass, find_anatomy
-from geomon.capture.shards import TensorPlace
-from geomon.capture.snapshot import (
+from geomon.capture import (
     Layer,
     NotSeenError,
+    TensorPlace,
+    Window,
     check_extra_layers,
+    derive_seed,
     explain_missing,
+    extra_pass,
+    find_anatomy,
 )
-from geomon.distributed.mesh import find_place
+from geomon.distributed import find_place
 from geomon.metrics import METRICS, Evaluator, Metric, check_metrics
 from geomon.monitor import check_count, measure_alone
 from geomon.note import Note
-from geomon.record import tags
-from geomon.record.columns import places_of, tagged
+from geomon.record import places_of, tagged, tags
 
 _LAYER = 1
 

@@ -26,8 +26,7 @@ from geomon.analysis.bands import (
 )
 from geomon.analysis.resume import KEPT, LOSS, Change, compare_resumed
 from geomon.note import Note
-from geomon.record import Course, RaisedAlert, Reading, Readings
-from geomon.record.columns import Column, Place
+from geomon.record import Column, Course, Place, RaisedAlert, Reading, Readings
 
 # Entropy of a head, relative to uniform attention, below which nearly all attention is on one key,
 # and the share of a stack's heads above which that is a collapse, if they are in several layers.

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from geomon.record import Course, Reading
-from geomon.record.columns import EMPTY, Columns, Place
+from geomon.record import EMPTY, Columns, Course, Place, Reading
 
 _Array = NDArray[np.float64]
 

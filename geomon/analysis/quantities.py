@@ -5,10 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from geomon.analysis.curves import Curve, curve_of, plain_curve
-from geomon.record import Reading, Readings, tags
-from geomon.record.columns import NAN
-from geomon.record.headline import OVERHEAD, headlines_of, shortened
-from geomon.record.printable import printable
+from geomon.record import NAN, OVERHEAD, Reading, Readings, headlines_of, printable, shortened, tags
 
 _LOSSES = {tags.LOSS: "Training loss", tags.PROBE_LOSS: "Loss on the probe"}
 

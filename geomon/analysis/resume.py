@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geomon.analysis.bands import FIRST, WATCHED, watched_rows
-from geomon.record import Reading, tags
-from geomon.record.columns import Place, student
+from geomon.record import Place, Reading, student, tags
 
 _Array = NDArray[np.float64]
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from geomon.capture.snapshot import (
+from geomon.capture import (
     OF_THE_BATCH,
     Layer,
     PassInfo,

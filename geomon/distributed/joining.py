@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from geomon.capture.snapshot import CAPTURED, SOURCES, Layer, source_of
+from geomon.capture import CAPTURED, SOURCES, Layer, source_of
 
 # Captured attention of a layer: sequences, queries per sequence, keys per sequence.
 Shape = tuple[int, int, int]

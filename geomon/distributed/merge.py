@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geomon.capture.snapshot import (
+from geomon.capture import (
     CAPTURED,
     OF_THE_BATCH,
     SOURCES,

@@ -4,11 +4,10 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 
-from geomon.capture.snapshot import group_by_layer
+from geomon.capture import group_by_layer
 from geomon.metrics.metric import Metric
 from geomon.note import Note
-from geomon.record import tags
-from geomon.record.columns import Columns, Place, places_of
+from geomon.record import Columns, Place, places_of, tags
 
 # Shares and ratios above which a number does not mean what it seems to.
 DUPLICATES = 0.05  # share of the rows

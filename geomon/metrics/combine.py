@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from geomon.capture.snapshot import group_by_layer
+from geomon.capture import group_by_layer
 from geomon.kernels.groups import GROUPS
 from geomon.metrics.arrays import join_arrays
 from geomon.metrics.cautions import cautions, explain_not_finite, join_metrics
@@ -21,9 +21,7 @@ from geomon.metrics.metric import Metric, Sizes
 from geomon.metrics.oddities import oddities
 from geomon.metrics.views import SPECTRAL_ROWS, SPECTRAL_WIDTH
 from geomon.note import Note
-from geomon.record import tags
-from geomon.record.arrays import ArrayPlace
-from geomon.record.columns import Column, Columns, Stacks, margin
+from geomon.record import ArrayPlace, Column, Columns, Stacks, margin, tags
 
 
 @dataclass

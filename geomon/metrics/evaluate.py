@@ -14,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from geomon.capture.modes import unseen
-from geomon.capture.snapshot import (
+from geomon.capture import (
     HOST,
     OF_THE_BATCH,
     SOURCES,
     Layer,
     sources_shared_by,
+    unseen,
     views_of,
 )
 from geomon.failures import failures

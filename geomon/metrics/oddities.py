@@ -8,9 +8,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from geomon.capture.snapshot import Layer
+from geomon.capture import Layer
 from geomon.note import Note
-from geomon.record.columns import Columns
+from geomon.record import Columns
 
 # Share of the rows above which one token is named. In English text of characters, spaces make up
 # a sixth; with fewer kinds of tokens than this, a large share is normal.

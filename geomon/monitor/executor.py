@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from geomon.failures import failures, ignored
-from geomon.metrics.at_once import stacks_suffice
+from geomon.metrics import stacks_suffice
 from geomon.monitor.device import first_line
 from geomon.monitor.jobs import ReadingJob
 from geomon.monitor.options import PROCESS, THREAD

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from geomon.capture.unchanged import random_states_kept
+from geomon.capture import random_states_kept
 from geomon.distributed import RankGroup
 from geomon.failures import failures, ignored
 from geomon.monitor.probe_loss import count_sequences, tensors_of

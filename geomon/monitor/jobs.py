@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from geomon.analysis.alerts import Inputs
-from geomon.capture import ATTENTION_QUERIES
-from geomon.capture.snapshot import (
+from geomon.analysis import Inputs
+from geomon.capture import (
+    ATTENTION_QUERIES,
     HOST,
     Layer,
     NotSeenError,
@@ -20,13 +20,11 @@ from geomon.capture.snapshot import (
 )
 from geomon.distributed import RankFailedError, RankGroup, gather, merge_layers
 from geomon.failures import failures
-from geomon.metrics import Evaluator, LayerValues
-from geomon.metrics.at_once import in_modes, in_pieces
+from geomon.metrics import Evaluator, LayerValues, in_modes, in_pieces
 from geomon.monitor.device import MeasuringDevice, first_line
 from geomon.monitor.moves import Moves
 from geomon.note import Note
-from geomon.record import Reading, tags
-from geomon.record.arrays import Arrays
+from geomon.record import Arrays, Reading, tags
 
 # Source of a reading of few columns, which only alerts look at.
 CHECK = "check"

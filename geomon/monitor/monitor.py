@@ -28,23 +28,27 @@ import msgspec
 import torch
 from torch import nn
 
-from geomon.analysis.alerts import Inputs
-from geomon.analysis.bands import WATCHED
-from geomon.capture import in_cuda_graph
-from geomon.capture.model_parts import ModelParts
-from geomon.capture.modes import without_modes
-from geomon.capture.snapshot import HOST, NotSeenError, Snapshot, explain_missing
+from geomon.analysis import WATCHED, Inputs
+from geomon.capture import (
+    HOST,
+    ModelParts,
+    NotSeenError,
+    Snapshot,
+    explain_missing,
+    in_cuda_graph,
+    without_modes,
+)
 from geomon.distributed import (
+    Mesh,
     RankFailedError,
     RankGroup,
     RanksLostError,
+    find_place,
     find_ranks,
     join_ranks,
 )
-from geomon.distributed.mesh import Mesh, find_place
 from geomon.failures import failures, ignored
-from geomon.metrics import Evaluator, check_metrics, searched_by
-from geomon.metrics.at_once import in_modes
+from geomon.metrics import Evaluator, check_metrics, in_modes, searched_by
 from geomon.monitor.device import MeasuringDevice
 from geomon.monitor.executor import ReadingExecutor
 from geomon.monitor.held_out import HeldOut, describe_probe, is_loader
@@ -64,9 +68,7 @@ from geomon.monitor.probe_loss import ProbeLoss
 from geomon.monitor.schedule import Schedule, first_steps, log_spaced
 from geomon.monitor.warnings import Warnings
 from geomon.note import Note
-from geomon.record import Reading, Readings, Record, Sink, read
-from geomon.record.printable import printable, text_of
-from geomon.record.tags import LOSS
+from geomon.record import LOSS, Reading, Readings, Record, Sink, printable, read, text_of
 from geomon.version import __version__
 
 _RATES = {"lr", "learning_rate"}  # names of learning rates among logged values

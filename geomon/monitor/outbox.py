@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from geomon.analysis import Phase
-from geomon.analysis.alerts import Alert, AlertWatch, Inputs, alert_opening
-from geomon.analysis.curves import Curve, measured
+from geomon.analysis import Alert, AlertWatch, Curve, Inputs, Phase, alert_opening, measured
 from geomon.failures import failures
 from geomon.monitor.executor import ReadingExecutor
 from geomon.monitor.jobs import CHECK, ReadingJob

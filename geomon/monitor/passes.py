@@ -6,11 +6,18 @@ from typing import Any
 
 from torch import nn
 
-from geomon.capture import Plans, Window, derive_seed, extra_pass, extra_passes
-from geomon.capture.anatomy import Anatomy
-from geomon.capture.model_parts import ModelParts
-from geomon.capture.shards import TensorPlace
-from geomon.capture.snapshot import HOST, Snapshot
+from geomon.capture import (
+    HOST,
+    Anatomy,
+    ModelParts,
+    Plans,
+    Snapshot,
+    TensorPlace,
+    Window,
+    derive_seed,
+    extra_pass,
+    extra_passes,
+)
 from geomon.distributed import RankGroup
 from geomon.failures import ignored
 from geomon.monitor.device import MeasuringDevice

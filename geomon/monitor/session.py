@@ -21,9 +21,7 @@ from geomon.monitor.options import (
     check_callback_options,
     declared,
 )
-from geomon.record import Sink
-from geomon.record.printable import printable, text_of
-from geomon.record.tags import LOSS
+from geomon.record import LOSS, Sink, printable, text_of
 
 # Function of the keyword arguments of the model's call, and of its output.
 Seen = Callable[[Mapping[str, Any], Any], object]

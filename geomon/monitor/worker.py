@@ -23,7 +23,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from geomon.capture.snapshot import HOST
+from geomon.capture import HOST
 from geomon.failures import failures
 from geomon.monitor import worker_program
 

@@ -33,7 +33,7 @@ from geomon.record.columns import (
     texts_of,
 )
 from geomon.record.encode import encode_line
-from geomon.record.printable import printable, text_of
+from geomon.record.safe_text import printable, text_of
 from geomon.record.versions import is_newer
 from geomon.version import __version__
 

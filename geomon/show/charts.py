@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from geomon.advice import to_install
-from geomon.record import Readings
-from geomon.record.printable import printable
+from geomon.record import Readings, printable
 from geomon.show.collect import cards_of
 from geomon.show.colours import GREY, NOTHING, PURPLE, SIGNED, UNSIGNED, faded
 from geomon.show.panels import AXES, Line, Lines, Matrix, StepAxis

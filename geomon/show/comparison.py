@@ -3,8 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from geomon.analysis.compare import Difference
-from geomon.analysis.numbers import significant
+from geomon.analysis import Difference, significant
 from geomon.record import Readings
 
 # Largest number of layers and heads that are listed, farthest beyond their errors first.

@@ -17,8 +17,7 @@ from geomon.failures import failures
 from geomon.metrics import METRICS, Evaluator
 from geomon.monitor import Monitor, check_count
 from geomon.note import Note
-from geomon.record import FILE_NAME, Readings, Sink, read
-from geomon.record.printable import printable
+from geomon.record import FILE_NAME, Readings, Sink, printable, read
 from geomon.sweep.checkpoints import Checkpoint
 from geomon.sweep.models import one_line
 

@@ -3,7 +3,7 @@
 import pytest
 from tagged import reading_of
 
-from geomon.analysis.compare import compare
+from geomon.analysis.differences import compare
 from geomon.record import Readings
 from geomon.show.comparison import describe_differences
 

@@ -13,7 +13,8 @@ from models import PlainDecoder, batch
 from scenarios import Scenario, check
 
 from geomon import Memory, Monitor, read, select
-from geomon.analysis import Phase, find_phase
+from geomon.analysis import Phase
+from geomon.analysis.phase import find_phase
 
 # Steps, dimensions and least ranks of a training: it expands, peaks and is compressed.
 COURSE = [

@@ -4,7 +4,7 @@ import pytest
 from models import PlainDecoder, batch
 
 from geomon import Memory, Monitor, read
-from geomon.analysis import find_phase
+from geomon.analysis.phase import find_phase
 
 
 def test_metrics_by_name_and_a_schedule_by_number(tmp_path):

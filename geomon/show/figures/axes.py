@@ -16,8 +16,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from geomon.analysis import single_source
-from geomon.record import Readings
-from geomon.record.printable import printable
+from geomon.record import Readings, printable
 from geomon.show.collect import furthest_loss
 from geomon.show.colours import GREY, GRID, NOTHING, PURPLE, SIGNED, UNSIGNED
 from geomon.show.panels import AXES, Line, Lines, Matrix, StepAxis

@@ -11,11 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geomon.advice import to_install
-from geomon.analysis.facts import FactLog
-from geomon.record import RaisedAlert, Reading, Readings, Sink
-from geomon.record.columns import texts_of
-from geomon.record.headline import HEADLINE, Detail, check_detail
-from geomon.record.sinks import LoggerSink
+from geomon.analysis import FactLog
+from geomon.record import (
+    HEADLINE,
+    Detail,
+    LoggerSink,
+    RaisedAlert,
+    Reading,
+    Readings,
+    Sink,
+    check_detail,
+    texts_of,
+)
 from geomon.show.loggers.parts import Page, Pages, Part, Pictures, RunDrawer
 from geomon.show.settings import setting_words
 from geomon.show.tables import run_words

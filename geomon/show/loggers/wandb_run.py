@@ -10,12 +10,20 @@ from importlib.util import find_spec
 from typing import Any
 
 from geomon.advice import to_install
-from geomon.analysis.facts import FactLog
+from geomon.analysis import FactLog
 from geomon.failures import failures
-from geomon.record import RaisedAlert, Reading, Readings, Sink, tags
-from geomon.record.columns import texts_of
-from geomon.record.headline import HEADLINE, Charts, Detail
-from geomon.record.sinks import ALERTS
+from geomon.record import (
+    ALERTS,
+    HEADLINE,
+    Charts,
+    Detail,
+    RaisedAlert,
+    Reading,
+    Readings,
+    Sink,
+    tags,
+    texts_of,
+)
 from geomon.show.loggers.others import Alerts
 from geomon.show.loggers.parts import Page, Pages, Part, RunDrawer
 

@@ -12,13 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from geomon.analysis import Curve, Fact, facts_of, null_of, single_source, summarise
-from geomon.analysis.alerts import first_alerts
-from geomon.analysis.quantities import Quantity, quantities_of
-from geomon.analysis.summary import alert_sentences
-from geomon.record import Readings
-from geomon.record.columns import MetricText
-from geomon.record.printable import printable
+from geomon.analysis import (
+    Curve,
+    Fact,
+    Quantity,
+    alert_sentences,
+    facts_of,
+    first_alerts,
+    null_of,
+    quantities_of,
+    single_source,
+    summarise,
+)
+from geomon.record import MetricText, Readings, printable
 from geomon.show.collect import (
     DIMENSIONS,
     alerts_of,

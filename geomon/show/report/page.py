@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from geomon.advice import to_install
-from geomon.record.printable import printable
+from geomon.record import printable
 from geomon.show.report.content import BEFORE, OTHERS, Runs, build_content, build_panels
 from geomon.version import __version__
 

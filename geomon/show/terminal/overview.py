@@ -6,12 +6,15 @@ import time
 from collections.abc import Iterator, Sequence
 
 from geomon.advice import to_install
-from geomon.analysis import facts_of, single_source
-from geomon.analysis.alerts import first_alerts
-from geomon.analysis.numbers import number
-from geomon.analysis.summary import alert_sentences, bands_so_far
-from geomon.record import Reading, Readings
-from geomon.record.printable import printable
+from geomon.analysis import (
+    alert_sentences,
+    bands_so_far,
+    facts_of,
+    first_alerts,
+    number,
+    single_source,
+)
+from geomon.record import Reading, Readings, printable
 from geomon.show.collect import furthest_loss
 from geomon.show.tables import short_title, watched
 

@@ -7,10 +7,8 @@ from itertools import cycle
 from pathlib import Path
 
 from geomon.advice import to_install
-from geomon.analysis import null_of, single_source
-from geomon.analysis.quantities import Quantity, quantities_of
-from geomon.record import Follower, Readings, read
-from geomon.record.printable import printable
+from geomon.analysis import Quantity, null_of, quantities_of, single_source
+from geomon.record import Follower, Readings, printable, read
 from geomon.show.collect import alerts_of, line_of
 from geomon.show.colours import DASHES
 from geomon.show.panels import Lines, thin

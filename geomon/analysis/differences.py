@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from geomon.analysis.curves import measured, single_source
 from geomon.analysis.phase import Point, change_between
 from geomon.analysis.quantities import Quantity, quantities_of
-from geomon.record import Reading, Readings, tags
-from geomon.record.columns import NAN, student
+from geomon.record import NAN, Reading, Readings, student, tags
 
 # Values whose relative difference is at most this are equal: with different threads, the same run
 # adds its sums in a different order.
