@@ -178,7 +178,7 @@ def _with_tokens(
     kept = (tokens[order][place] == number).nonzero().squeeze(1)
     at = order[place[kept]]
     rows = {view: _joined([value], kept) for view, value in found.items()}
-    for view in OF_THE_BATCH.intersection(views_of(source)):
+    for view in (view for view in views_of(source) if view in OF_THE_BATCH):
         rows.pop(view, None)
         values = [part.captured[view] for part in known if view in part.captured]
         if len(values) == len(known):
