@@ -26,6 +26,7 @@ from geomon.distributed.merge import mean_loss, merge_layers, subsample_attentio
 from geomon.distributed.mesh import Mesh
 from geomon.failures import failures
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 
 _Value = TypeVar("_Value")
 
@@ -391,7 +392,7 @@ def _merge_infos(infos: Sequence[PassInfo]) -> PassInfo:
         tokens=sum(info.tokens for info in infos),
         mode=infos[0].mode,
         dtype=infos[0].dtype,
-        notes=[_of_several(alike, len(infos), "batch") for alike in _by_kind(notes)],
+        notes=[_of_several(alike, len(infos), "batch") for alike in _by_key(notes)],
         loss=mean_loss(infos),
         batch=_join_if_known(" and ", [info.batch for info in infos]),
         token_ids=_join_if_known("-", [info.token_ids for info in infos]),
@@ -475,17 +476,17 @@ def _range(report: _Report) -> str:
 # -- notes -----------------------------------------------------------------------------------------
 
 _PROBES_DIFFER = Note(
-    "probes differ", "the ranks probe with different inputs: rank 0's were measured"
+    NoteKind.PROBES_DIFFER, "the ranks probe with different inputs: rank 0's were measured"
 )
 
 
 def _notes(reports: Sequence[_Report], tokens: _Tokens) -> list[Note]:
     """Collect the notes of the measured ranks, one of each kind, and how the ranks differ."""
     each = (_notes_of(tokens.ranks[data], reports, tokens.mesh) for data in tokens.giving)
-    found = _by_kind(note for notes in each for note in notes)
+    found = _by_key(note for notes in each for note in notes)
     notes = [_of_several(alike, len(tokens.giving), "rank") for alike in found]
     if len({report.info.mode for report in reports if not report.empty}) > 1:
-        notes.append(Note("modes", "some ranks were in train mode and some in eval mode"))
+        notes.append(Note(NoteKind.MODES, "some ranks were in train mode and some in eval mode"))
     if tokens.same_inputs:
         if len(set(map(tokens.batch, range(len(tokens.ranks))))) > 1:
             notes.append(_PROBES_DIFFER)
@@ -494,11 +495,11 @@ def _notes(reports: Sequence[_Report], tokens: _Tokens) -> list[Note]:
     return notes + _other_tokens(reports, tokens)
 
 
-def _by_kind(notes: Iterable[tuple[int, Note]]) -> list[dict[int, Note]]:
-    """Group the notes of ranks or batches by stack and kind, each with its rank or batch."""
-    found: dict[tuple[str, str], dict[int, Note]] = {}
+def _by_key(notes: Iterable[tuple[int, Note]]) -> list[dict[int, Note]]:
+    """Group the notes of ranks or batches that say the same, each with its rank or batch."""
+    found: dict[str, dict[int, Note]] = {}
     for number, note in notes:
-        found.setdefault((note.stack, note.kind), {})[number] = note
+        found.setdefault(note.key, {})[number] = note
     return [*found.values()]
 
 
@@ -510,7 +511,7 @@ def _notes_of(
     A note that all of them have is yielded once, with the layers of all stages.
     """
     is_split = len({mesh.places[rank].stages for rank in ranks}) > 1
-    for alike in _by_kind((rank, note) for rank in ranks for note in _own_notes(rank, reports)):
+    for alike in _by_key((rank, note) for rank in ranks for note in _own_notes(rank, reports)):
         rank, note = next(iter(alike.items()))
         layers = sorted({layer for other in alike.values() for layer in other.layers})
         joined = msgspec.structs.replace(note, layers=tuple(layers))
@@ -524,7 +525,7 @@ def _own_notes(rank: int, reports: Sequence[_Report]) -> list[Note]:
     report = reports[rank]
     if report.empty and report.layers and not all(other.empty for other in reports):
         lacking = (why for one in report.layers.values() for why in one.lacking.values())
-        unseen = Note("nothing of some ranks", f"nothing was seen: {next(lacking, '')}")
+        unseen = Note(NoteKind.UNSEEN_ON_RANKS, f"nothing was seen: {next(lacking, '')}")
         return [*report.info.notes, unseen]
     return [*report.info.notes, *_lacking_here(report, reports)]
 
@@ -533,9 +534,10 @@ def _lacking_here(report: _Report, reports: Sequence[_Report]) -> list[Note]:
     """Make a note for each source that a rank has not seen at a layer although another has."""
     return [
         Note(
-            f"no {source} at {owned.name} of some ranks",
+            NoteKind.UNSEEN_ON_RANKS,
             "{name}: no {source} was seen: {why}",
             numbers={"name": owned.name, "source": source, "why": why},
+            about=f"{source} at {owned.name}",
         )
         for key, owned in report.layers.items()
         for source, why in owned.lacking.items()
@@ -555,7 +557,7 @@ def _same_tokens(tokens: _Tokens) -> Note:
         f"DTensors), only the heads of rank {tokens.first(same)} were measured. If each rank "
         "should have tokens of its own, look at the data loader"
     )
-    return Note("ranks with the same tokens", text)
+    return Note(NoteKind.SAME_TOKENS, text)
 
 
 def _other_tokens(reports: Sequence[_Report], tokens: _Tokens) -> list[Note]:
@@ -575,7 +577,7 @@ def _other_tokens(reports: Sequence[_Report], tokens: _Tokens) -> list[Note]:
                 "model: their rows and heads do not belong together. Look at the data loader: "
                 "ranks of one tensor-parallel group need the same batches"
             )
-            return [Note("other tokens", text)]
+            return [Note(NoteKind.OTHER_TOKENS, text)]
     return []
 
 

@@ -24,6 +24,7 @@ from geomon.metrics import Evaluator, LayerValues, in_modes, in_pieces
 from geomon.monitor.device import MeasuringDevice, first_line
 from geomon.monitor.moves import Moves
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 from geomon.record import Arrays, Reading, tags
 
 # Source of a reading of few columns, which only alerts look at.
@@ -208,7 +209,7 @@ class ReadingJob:
         self._parts[:] = [tuple(layer.to(HOST) for layer in parts) for parts in self._parts]
         self._device = HOST
         text = "measured on the host: {why}"
-        self.notes.append(Note("measured on the host", text, numbers={"why": why}))
+        self.notes.append(Note(NoteKind.ON_HOST, text, numbers={"why": why}))
 
     def fail(self, error: BaseException) -> None:
         """Give the reading up, for this reason."""
@@ -290,7 +291,7 @@ class ReadingJob:
             "only {rows} rows here (tokens={asked} asked for more): with so few, the intrinsic "
             "dimension comes out too low"
         )
-        return [Note("few rows", text, numbers={"rows": tokens, "asked": self.rows})]
+        return [Note(NoteKind.FEW_ROWS, text, numbers={"rows": tokens, "asked": self.rows})]
 
 
 def measure_alone(snapshot: Snapshot, evaluator: Evaluator, rows: int) -> Reading:

@@ -26,6 +26,7 @@ from geomon.monitor.planner import Account, Planner
 from geomon.monitor.sinks import SinkCalls
 from geomon.monitor.warnings import Warnings
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 from geomon.record import RaisedAlert, Reading, Readings, Record
 
 
@@ -116,7 +117,7 @@ class Outbox:
         for since, words in earlier.breaks:
             if since == step:
                 self._warnings.warn(words)
-                self.note([Note("other settings", words)])
+                self.note([Note(NoteKind.OTHER_SETTINGS, words)])
         for reading in (one for one in earlier if one.step >= since):
             self._warnings.attempt(
                 functools.partial(self._recall, reading),
@@ -230,7 +231,7 @@ class Outbox:
             new = [
                 note for note in reading.notes
                 if not (note.is_alert or note in said)
-                and self._warnings.is_new(f"{note.stack}: {note.kind}")
+                and self._warnings.is_new(note.key)
             ]  # fmt: skip
             is_brief = self._record is not None and len(new) > 1
             if self._record is not None and is_brief:

@@ -3,9 +3,9 @@
 import msgspec
 import numpy as np
 import pytest
-from tagged import reading_of
 
 from geomon.analysis.alerts import AlertWatch
+from support.readings import reading_of
 
 LAYERS, HEADS, MATRICES = (1, 2, 3), (0, 1), ("q_proj", "k_proj")
 

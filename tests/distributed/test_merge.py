@@ -12,11 +12,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from accelerator import DEVICE, Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from measuring import Evaluator, check_metrics
-from whole_layer import LENGTH, SEQUENCES, whole_layer
 
 from geomon import METRICS, MORE_METRICS
 from geomon.capture.snapshot import CAPTURED, Layer, Part
@@ -25,6 +22,9 @@ from geomon.distributed.joining import attention_shape
 from geomon.distributed.merge import subsample_attention
 from geomon.kernels.attention import attention_rows, scores_of
 from geomon.record.columns import tagged
+from support.hardware import DEVICE, Accelerator
+from support.measuring import Evaluator, check_metrics
+from support.whole_layer import LENGTH, SEQUENCES, whole_layer
 
 OTHER_FORMS = "ranks or batches captured it in different forms"
 NOT_ON_ALL = "it is known for the rows of some ranks or batches, but not for others"
