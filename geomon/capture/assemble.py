@@ -190,7 +190,7 @@ class StackBuilder:
         read = {id(x): x.weight_norms for x in stack_pass.block_calls if x.weight_norms is not None}
         self._norms = dict(zip(read, to_numbers([*read.values()]), strict=True))
         self._sources = set(map(source_of, views))
-        self._wanted_additions = views & set(ADDITIONS)
+        self._wanted_additions = views & ADDITIONS
         self._not_run = _DROPPED if stack_pass.block_calls else not_run
         self._before = stack_pass.stack.before
         self._remarks = LayerRemarks(stack_pass.stack.name)
@@ -212,7 +212,7 @@ class StackBuilder:
             first = [self._of_hidden_states(0, "input of the blocks", rows, why, stack)]
         kept = [self._rows_behind(block_call) for _, block_call, _ in self._layers]
         if self._wanted_additions:
-            of_last = ADDITIONS[1] in self._wanted_additions
+            of_last = "last" in map(source_of, self._wanted_additions)
             kept = with_additions([self._pass.input_rows, *kept], of_last=of_last)
         made = zip(self._layers, kept, strict=True)
         return [*first, *(self._layer(n, *each, rows) for n, (each, rows) in enumerate(made, 1))]

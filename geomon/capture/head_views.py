@@ -20,12 +20,19 @@ from geomon.capture.attending.outputs import OutputSizes, sums_of_squares
 from geomon.capture.attending.seen import SeenAttention
 from geomon.capture.first_pass import BlockCall, StackPass
 from geomon.capture.remarks import LayerRemarks
-from geomon.capture.snapshot import CAPTURED, PROJECTED, concat_heads, source_of
+from geomon.capture.snapshot import (
+    CAPTURED,
+    PROJECTED,
+    concat_heads,
+    source_of,
+    sources_shared_by,
+    views_of,
+)
 from geomon.capture.tokens.pass_tokens import KnownTokens
 from geomon.failures import failures
 from geomon.note_kinds import NoteKind
 
-HEADS_ONLY = frozenset({"attention", "projection"})
+HEADS_ONLY = sources_shared_by("heads")
 _LAST_QUERIES = 64  # per sequence, enough to show whether queries see keys of another sequence
 _QUERY_VIEWS = ("query", "key", "bias", "scale", "softcap", "sink")
 _PROJECTED_VIEWS = ("projected_query", "projected_key")
@@ -184,9 +191,7 @@ class HeadViews:
                 reason = _not_rebuilt(read)
             except failures() as error:  # hidden states, and other layers, do not depend on it
                 reason = _not_rebuilt(error)
-        return {}, dict.fromkeys(
-            (*_QUERY_VIEWS, "visible", "scores", "max_logits", "head_outputs"), reason
-        )
+        return {}, dict.fromkeys(views_of("attention"), reason)
 
     def _with_max_logits(
         self, seen: SeenAttention, call: AttentionCall | SoftmaxCall, read: dict[str, Any]

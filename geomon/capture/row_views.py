@@ -7,14 +7,22 @@ from torch import Tensor
 
 from geomon.capture.first_pass import Shape, StackPass
 from geomon.capture.remarks import HIDDEN, LayerRemarks
-from geomon.capture.snapshot import ADDITIONS, CAPTURED, LAST, ROW_VIEWS, Part, source_of
+from geomon.capture.snapshot import (
+    ADDITIONS,
+    CAPTURED,
+    LAST,
+    Part,
+    source_of,
+    sources_shared_by,
+    views_of,
+)
 from geomon.capture.tokens.pass_tokens import KnownTokens, once
 from geomon.capture.tokens.sampling import SampledRows
 from geomon.note_kinds import NoteKind
 
-HIDDEN_ONLY = frozenset({"hidden", "last"})
+HIDDEN_ONLY = sources_shared_by("rows")
 # Views of rows alone, without another layer.
-OWN_ROW_VIEWS = *(view for view in ROW_VIEWS if view not in ADDITIONS), "precision"
+OWN_ROW_VIEWS = tuple(view for view in views_of("hidden") if view not in ADDITIONS)
 
 _ROUTED = (
     "the block received fewer tokens than other blocks (tokens may be routed past it): it is not "
