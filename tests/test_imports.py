@@ -23,7 +23,7 @@ ARROWS = {
     "sweep": {"monitor", "metrics", "record"},
 }
 # Modules beside the folders that every folder imports: notes are data of all of them.
-BESIDE = {"advice", "failures", "note", "version"}
+BESIDE = {"advice", "failures", "note", "note_kinds", "version"}
 # What folders inside a folder import of the other parts of it. The files beside them import any.
 INNER = {
     "capture": {

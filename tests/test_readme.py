@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from models import VOCABULARY, transformer
 from torch.utils.data import DataLoader
 
 from geomon import METRICS, MORE_METRICS, Monitor, every, read
 from geomon.cli import make_app
 from geomon.monitor import CallbackOptions
+from support.models import VOCABULARY, transformer
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = (".", "docs", "benchmarks", "recipes", "recipes/*")

@@ -27,6 +27,7 @@ from geomon.analysis.bands import (
 )
 from geomon.analysis.resume import KEPT, Change, compare_resumed
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 from geomon.record import Column, Course, Place, RaisedAlert, Reading, Readings
 
 # Entropy of a head, relative to uniform attention, below which nearly all attention is on one key,
@@ -322,7 +323,9 @@ def _rank_collapse(reading: Reading, stack: str, bands: BandFindings) -> Finding
 
 def _not_finite(reading: Reading, stack: str, bands: BandFindings) -> Finding | None:
     lost = [
-        note for note in reading.notes if note.kind == "rows not finite" and note.stack == stack
+        note
+        for note in reading.notes
+        if note.kind == NoteKind.ROWS_NOT_FINITE and not note.about and note.stack == stack
     ]
     if not lost:
         return None
@@ -347,7 +350,7 @@ _ATTENTION = "look at the learning rate, and at the norms of the queries and key
 _FIXED = ("rank_collapse", "logit_growth", "entropy_collapse")
 
 # Kinds of notes on layers that compute something else than the others.
-_OF_FUNCTION = ("keys after the query", "another scale of the scores", "equal heads")
+_OF_FUNCTION = (NoteKind.LATER_KEYS, NoteKind.OTHER_SCALE, NoteKind.EQUAL_HEADS)
 
 # Most serious first, the order in which pages list the alerts of a run.
 RULES: Mapping[str, AlertRule] = {

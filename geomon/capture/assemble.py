@@ -51,6 +51,10 @@ from geomon.capture.tokens.sampling import RowSampler, SampledRows, copy_rows
 from geomon.capture.weights import present_weight, to_numbers
 from geomon.failures import failures
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
+
+# A kind, its subject and the reason.
+_Remark = tuple[NoteKind, str, str]
 
 _HIDDEN_ONLY = frozenset({"hidden", "last"})
 _HIDDEN = "hidden states"  # the subject of remarks on them
@@ -213,7 +217,7 @@ def _of_stacks_left_out(
     for stack_pass in passes:
         if stack_pass not in counted:
             text = f"the blocks of '{stack_pass.stack.name}' did not run: they are left out"
-            yield Note(text, text)
+            yield Note(NoteKind.STACK_LEFT_OUT, text, about=stack_pass.stack.name)
 
 
 def _on_device(snapshot: Snapshot, device: torch.device, *, wait: bool) -> Snapshot:
@@ -275,8 +279,8 @@ class StackBuilder:
         self._inverted = self._tokens.padding.contradiction(self._tokens.batch)
         self._before = stack_pass.stack.before
         self._answers: dict[tuple[Any, ...], Any] = {}  # shared by layers with equal rows
-        # Per stack: depths of each (subject, remark).
-        self._remarks: dict[str, dict[tuple[str, str], list[int]]] = defaultdict(dict)
+        # Per stack: depths of each remark.
+        self._remarks: dict[str, dict[_Remark, list[int]]] = defaultdict(dict)
         # Per subject and depth: number of rows that are not finite, and of all rows.
         self._lost: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
 
@@ -315,7 +319,11 @@ class StackBuilder:
             return layers
         if self._pass.block_calls and label != CROSS:
             for layer in layers:
-                self._remark("attention", layer.index, _SIDE_NOT_CALLED, stack)
+                self._remark(
+                    (NoteKind.ATTENTION_NOT_CALLED, "attention", _SIDE_NOT_CALLED),
+                    layer.index,
+                    stack,
+                )
         return []
 
     def final_norm(self, stack: str) -> Layer:
@@ -334,20 +342,24 @@ class StackBuilder:
         """Turn the remarks on the layers built so far into notes."""
         stack_pass, stack = self._pass, self._pass.stack.name
         notes = [
-            note for s, reasons in self._remarks.items() for note in group_by_layer(reasons, s)
+            note
+            for of, remarks in self._remarks.items()
+            for (kind, subject, why), depths in remarks.items()
+            for note in group_by_layer(kind, {(subject, why): depths}, of)
         ]
         notes += [_rows_lost(subject, lost, stack) for subject, lost in self._lost.items()]
         notes += self._tokens.notes(stack)
-        texts = [*stack_pass.remarks]
+        texts = {**stack_pass.remarks}
         if self._are_sums:
             last = stack_pass.block_calls[-1].summed
-            texts.append(_ADDS_OUTSIDE + _LAST_BRANCH * (last is None))
+            texts[NoteKind.SUMS_OUTSIDE] = _ADDS_OUTSIDE + _LAST_BRANCH * (last is None)
         if stack_pass.passed_over:
-            texts.append(_PASSED_OVER.format(count=stack_pass.passed_over + 1))
-        return notes + [Note(text, text, stack) for text in texts]
+            ran = _PASSED_OVER.format(count=stack_pass.passed_over + 1)
+            texts[NoteKind.RAN_SEVERAL_TIMES] = ran
+        return notes + [Note(kind, text, stack) for kind, text in texts.items()]
 
-    def _remark(self, subject: str, depth: int, remark: str, stack: str) -> None:
-        depths = self._remarks[stack].setdefault((subject, remark), [])
+    def _remark(self, remark: _Remark, depth: int, stack: str) -> None:
+        depths = self._remarks[stack].setdefault(remark, [])
         if depth not in depths:
             depths.append(depth)
 
@@ -381,7 +393,7 @@ class StackBuilder:
             if len(indices) == 1:
                 part = replace(part, heads=self._head_numbers(block_call, indices[0]))
         elif block.attends and block_call is not None and self._sources & _HEADS_ONLY:
-            self._remark("attention", depth, _BY_NAME_ALONE, stack)
+            self._remark((NoteKind.BY_NAME_ALONE, "attention", _BY_NAME_ALONE), depth, stack)
         return Layer(depth, name, captured, missing, stack, sources, part=part)
 
     def _rows_behind(self, block_call: BlockCall | None) -> SampledRows | None:
@@ -406,8 +418,8 @@ class StackBuilder:
             reason = why if kept is None else self._inverted or ""
             return {}, dict.fromkeys(wanted, reason), Part()
         kept = self._pass.without_padding(kept, self._tokens)
-        for remark in self._tokens.remarks(kept.shape):
-            self._remark(_HIDDEN, depth, remark, self._pass.stack.name)
+        for kind, text in self._tokens.remarks(kept.shape):
+            self._remark((kind, _HIDDEN, text), depth, self._pass.stack.name)
         captured, missing, rows = self._views_of(depth, kept, _HIDDEN)
         last_rows = None
         if "last" in self._sources & _sources_of(kept):
@@ -452,7 +464,8 @@ class StackBuilder:
             kept = kept.at(finite.nonzero().squeeze(1))
         captured, missing, rows = self._facts_of(kept.indices, kept.shape)
         if "positions" in missing:
-            self._remark(subject, depth, missing["positions"], self._pass.stack.name)
+            remark = NoteKind.ROUTED, subject, missing["positions"]
+            self._remark(remark, depth, self._pass.stack.name)
         rest = {"hidden": kept.values, "precision": torch.finfo(self._pass.dtype).eps}
         rest |= {} if kept.additions is None else {"additions": kept.additions}
         return rest | captured, dict(missing), rows
@@ -491,13 +504,13 @@ class StackBuilder:
         seen = block_call.seen(index)
         captured, missing = self._attention_views(seen)
         if seen.call is not None:
-            said = {
-                _WEIGHTS_CHANGED: seen.weights.changed,
-                _CALLED_AGAIN: seen.further,
-                _ACROSS: self._goes_across(seen.call, captured),
-            }
-            for remark in filter(said.get, said):
-                self._remark("attention", depth, remark, stack)
+            for is_so, kind, text in (
+                (seen.weights.changed, NoteKind.WEIGHTS_CHANGED, _WEIGHTS_CHANGED),
+                (seen.further, NoteKind.CALLED_AGAIN, _CALLED_AGAIN),
+                (self._goes_across(seen.call, captured), NoteKind.ACROSS_SEQUENCES, _ACROSS),
+            ):
+                if is_so:
+                    self._remark((kind, "attention", text), depth, stack)
         if "projection" in self._sources:
             more, lacking = self._projected_views(depth, seen, captured, stack)
             captured, missing = captured | more, missing | lacking
@@ -509,18 +522,22 @@ class StackBuilder:
         """Make the views of queries and keys as projected, or as attended if they are unknown."""
         sequences: Sequence[Tensor | None]
         if seen.projected is not None:
-            remarks = {_OTHER_KEYS: seen.has_other_keys}
-            remarks[_LEFT_OUT.format(percent=100 * seen.left_out)] = seen.left_out > 0
+            left_out = _LEFT_OUT.format(percent=100 * seen.left_out)
+            remarks = [
+                (seen.has_other_keys, NoteKind.OTHER_KEYS, _OTHER_KEYS),
+                (seen.left_out > 0, NoteKind.TOKENS_LEFT_OUT, left_out),
+            ]
             kept = [self._tokens.without_padding(rows, rows.shape) for rows in seen.projected]
             found = [rows.values for rows in kept]
             sequences = [self._tokens.numbers(x.indices, x.shape, x.role) for x in kept]
         elif "query" in captured:
-            remarks = {_AS_ATTENDED: True}
+            remarks = [(True, NoteKind.AS_ATTENDED, _AS_ATTENDED)]
             *found, sequences = _attended_rows(captured)
         else:
             return {}, dict.fromkeys(_PROJECTED_VIEWS, _NOT_PROJECTED)
-        for remark in filter(remarks.get, remarks):
-            self._remark(PROJECTED, depth, remark, stack)
+        for is_so, kind, text in remarks:
+            if is_so:
+                self._remark((kind, PROJECTED, text), depth, stack)
         known = (
             ()
             if any(x is None for x in sequences)
@@ -656,9 +673,10 @@ def _rows_lost(subject: str, lost: Mapping[int, tuple[int, int]], stack: str) ->
     count, rows = max(lost.values())
     up_to = "up to " if len(set(lost.values())) > 1 else ""
     return Note(
-        "rows not finite" if subject == _HIDDEN else f"{subject} not finite",
+        NoteKind.ROWS_NOT_FINITE,
         "{subject}{where}: " + up_to + "{lost} of {rows} rows are not finite and were left out",
         stack, tuple(lost), numbers={"subject": subject, "lost": count, "rows": rows},
+        about=subject if subject != _HIDDEN else "",
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from geomon.capture.tokens.padding import Padding
 from geomon.capture.tokens.pass_tokens import KnownTokens, PassTokens
 from geomon.capture.tokens.sampling import Draw, MemoryLimit, SampledRows
 from geomon.capture.weights import Norms, said
+from geomon.note_kinds import NoteKind
 
 Shape = tuple[int, ...]
 TensorId = tuple[int, Shape]  # address and shape, which identify a tensor while it lives
@@ -155,7 +156,7 @@ class StackPass:
         self.normed: tuple[SampledRows, str] | None = None
         self.dtype = torch.float32
         self.mode = self.why_not_read = ""
-        self.remarks: dict[str, None] = {}
+        self.remarks: dict[NoteKind, str] = {}
         self._draws: dict[tuple[Slice, torch.device], Draw] = {}
         # Dimension along which ranks share hidden states that are plain tensors, and whether it is
         # known yet.

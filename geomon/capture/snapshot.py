@@ -14,6 +14,7 @@ from torch import Tensor
 from geomon.capture.storage import send
 from geomon.failures import failures
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 
 # Rows stay here unless an accelerator measures them.
 HOST = torch.device("cpu")
@@ -191,17 +192,20 @@ def check_extra_layers(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in EXTRA_LAYERS if name in asked)
 
 
-def group_by_layer(reasons: Mapping[tuple[str, str], Iterable[int]], stack: str = "") -> list[Note]:
+def group_by_layer(
+    kind: NoteKind, reasons: Mapping[tuple[str, str], Iterable[int]], stack: str = ""
+) -> list[Note]:
     """Make one note for each (subject, reason), with the layers where it applies.
 
     Args:
+        kind: Kind of the notes.
         reasons: Depths of the layers, by subject and reason.
         stack: Name of their stack. Defaults to "".
     """
     return [
         Note(
-            f"{subject}: {reason}", "{subject}{where}: {reason}", stack, tuple(layers),
-            numbers={"subject": subject, "reason": reason},
+            kind, "{subject}{where}: {reason}", stack, tuple(layers),
+            numbers={"subject": subject, "reason": reason}, about=f"{subject}: {reason}",
         )
         for (subject, reason), layers in reasons.items()
     ]  # fmt: skip

@@ -61,6 +61,7 @@ from geomon.capture.tracker import Tracker
 from geomon.capture.weights import WeightNorms
 from geomon.failures import failures
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 
 _FORCED = (
     "compiled code of the training ran eagerly while it was watched: dropout draws other random "
@@ -310,27 +311,33 @@ class Window:
     ) -> Snapshot:
         """Build the snapshot of a pass through all stacks."""
         matrices, sampler = self._found_matrices(), self._tracker.memory().sampler
-        texts = [
-            f"watching a call failed, and what it would have shown is missing: {failure}"
+        failed = "watching a call failed, and what it would have shown is missing: "
+        notes = [
+            Note(NoteKind.WATCHING_FAILED, f"{failed}{failure}", about=failure)
             for failure in dict.fromkeys(self._failures)
         ]
-        texts += [
-            f"torch {torch.__version__} lacks {name}: {lost}"
+        lacks = f"torch {torch.__version__} lacks "
+        notes += [
+            Note(NoteKind.TORCH_LACKS, f"{lacks}{name}: {lost}", about=name)
             for name, lost in private.MISSING.items()
         ]
         if self._forced_eager:
-            texts.append(_FORCED)
+            notes.append(Note(NoteKind.RAN_EAGERLY, _FORCED))
         seen = self._sees_attention()
-        texts += [
-            f"{name}: {_ADAPTED}"
+        notes += [
+            Note(NoteKind.ADAPTED_MATRIX, f"{name}: {_ADAPTED}", about=name)
             for name, module in matrices.items()
             if any(module is adapted for adapted in self._anatomy.adapted)
         ]
         # Attention after a stage's last block may belong to another part of the model.
         if self._recorder.attends_outside and not seen and passes:
-            texts.append(_OUTSIDE)
-        texts += [
-            _LEFT_OUT.format(count=family.count, pattern=family.pattern, reason=family.reason)
+            notes.append(Note(NoteKind.OUTSIDE_BLOCKS, _OUTSIDE))
+        notes += [
+            Note(
+                NoteKind.BLOCKS_LEFT_OUT,
+                _LEFT_OUT.format(count=family.count, pattern=family.pattern, reason=family.reason),
+                about=family.pattern,
+            )
             for family in self._anatomy.left_out
             if family.is_large
         ]
@@ -341,7 +348,7 @@ class Window:
             final_norm=FINAL_NORM in self._extra,
             other_thread=self._tracker.other_thread,
             no_rows=self._tracker.no_rows,
-            notes=[*(Note(text, text) for text in texts), *self._tracker.memory().notes()],
+            notes=[*notes, *self._tracker.memory().notes()],
             device=device,
             wait=wait,
         )

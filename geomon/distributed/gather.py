@@ -24,6 +24,7 @@ from geomon.distributed.merge import (
 from geomon.distributed.mesh import Mesh
 from geomon.failures import failures
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 
 _Value = TypeVar("_Value")
 
@@ -379,10 +380,10 @@ def _merge_passes(passes: Sequence[Snapshot], rows: int, queries: int) -> Snapsh
         shapes = [attention_shape(layer) for layer in parts]
         shares = [subsample_attention(one, shapes, n, rows, queries) for n, one in enumerate(parts)]
         layers.append(merge_layers(shares))
-    found: dict[tuple[str, str], dict[int, Note]] = {}
+    found: dict[str, dict[int, Note]] = {}
     for number, one in enumerate(passes):
         for note in one.info.notes:
-            found.setdefault((note.stack, note.kind), {})[number] = note
+            found.setdefault(note.key, {})[number] = note
     notes = [_of_several(alike, len(passes), "batch") for alike in found.values()]
     infos = [one.info for one in passes]
     tokens = sum(info.tokens for info in infos)
@@ -466,19 +467,19 @@ def _range(report: _Report) -> str:
 # -- notes -----------------------------------------------------------------------------------------
 
 _PROBES_DIFFER = Note(
-    "probes differ", "the ranks probe with different inputs: rank 0's were measured"
+    NoteKind.PROBES_DIFFER, "the ranks probe with different inputs: rank 0's were measured"
 )
 
 
 def _notes(reports: Sequence[_Report], tokens: _Tokens) -> list[Note]:
     """Collect the notes of the measured ranks, one of each kind, and how the ranks differ."""
-    found: dict[tuple[str, str], dict[int, Note]] = {}
+    found: dict[str, dict[int, Note]] = {}
     for data in tokens.giving:
         for rank, note in _notes_of(tokens.ranks[data], reports, tokens.mesh):
-            found.setdefault((note.stack, note.kind), {})[rank] = note
+            found.setdefault(note.key, {})[rank] = note
     notes = [_of_several(alike, len(tokens.giving), "rank") for alike in found.values()]
     if len({report.info.mode for report in reports if not report.empty}) > 1:
-        notes.append(Note("modes", "some ranks were in train mode and some in eval mode"))
+        notes.append(Note(NoteKind.MODES, "some ranks were in train mode and some in eval mode"))
     if tokens.same_inputs:
         if len(set(map(tokens.batch, range(len(tokens.ranks))))) > 1:
             notes.append(_PROBES_DIFFER)
@@ -494,18 +495,18 @@ def _notes_of(
 
     A note that all of them have is yielded once, with the layers of all stages.
     """
-    found: dict[tuple[str, str], dict[int, Note]] = {}
+    found: dict[str, dict[int, Note]] = {}
     for rank in ranks:
         report = reports[rank]
         own = [*report.info.notes]
         if report.empty and report.layers and not all(other.empty for other in reports):
             lacking = [one.lacking for one in report.layers.values()]
             why = next((why for each in lacking for why in each.values()), "")
-            own.append(Note("nothing of some ranks", f"nothing was seen: {why}"))
+            own.append(Note(NoteKind.UNSEEN_ON_RANKS, f"nothing was seen: {why}"))
         else:
             own += _lacking_here(report, reports)
         for note in own:
-            found.setdefault((note.stack, note.kind), {})[rank] = note
+            found.setdefault(note.key, {})[rank] = note
     for alike in found.values():
         rank, note = next(iter(alike.items()))
         layers = sorted({layer for other in alike.values() for layer in other.layers})
@@ -520,9 +521,10 @@ def _lacking_here(report: _Report, reports: Sequence[_Report]) -> list[Note]:
     """Make a note for each source that a rank has not seen at a layer although another has."""
     return [
         Note(
-            f"no {source} at {owned.name} of some ranks",
+            NoteKind.UNSEEN_ON_RANKS,
             "{name}: no {source} was seen: {why}",
             numbers={"name": owned.name, "source": source, "why": why},
+            about=f"{source} at {owned.name}",
         )
         for key, owned in report.layers.items()
         for source, why in owned.lacking.items()
@@ -542,7 +544,7 @@ def _same_tokens(tokens: _Tokens) -> Note:
         f"DTensors), only the heads of rank {tokens.first(same)} were measured. If each rank "
         "should have tokens of its own, look at the data loader"
     )
-    return Note("ranks with the same tokens", text)
+    return Note(NoteKind.SAME_TOKENS, text)
 
 
 def _other_tokens(reports: Sequence[_Report], tokens: _Tokens) -> list[Note]:
@@ -562,7 +564,7 @@ def _other_tokens(reports: Sequence[_Report], tokens: _Tokens) -> list[Note]:
                 "model: their rows and heads do not belong together. Look at the data loader: "
                 "ranks of one tensor-parallel group need the same batches"
             )
-            return [Note("other tokens", text)]
+            return [Note(NoteKind.OTHER_TOKENS, text)]
     return []
 
 

@@ -4,7 +4,7 @@ import math
 import statistics
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from geomon.metrics.metric import Metric, Sizes
 from geomon.metrics.oddities import oddities
 from geomon.metrics.views import SPECTRAL_ROWS, SPECTRAL_WIDTH
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 from geomon.record import ArrayPlace, Column, Columns, Stacks, margin, tags
 
 
@@ -87,30 +88,43 @@ def _lacking(
     layers: list[LayerValues], metrics: Mapping[str, Metric]
 ) -> tuple[list[Note], set[tuple[str, int | None]]]:
     """Say what layers lack, and list the values so explained, by metric and layer (None: mean)."""
-    lacking: dict[tuple[str, str], list[int]] = defaultdict(list)
-    failing: dict[tuple[str, str], list[int]] = defaultdict(list)
+    reasons: dict[NoteKind, dict[tuple[str, str], list[int]]] = {
+        kind: defaultdict(list)
+        for kind in (NoteKind.NO_ARRAYS, NoteKind.NO_VALUE, NoteKind.NO_MARGIN, NoteKind.FAILED)
+    }
     explained: set[tuple[str, int | None]] = set()
     for layer in layers:
         if layer.without_arrays:
-            lacking["arrays for figures", layer.without_arrays].append(layer.index)
-    for name in metrics:
+            found = reasons[NoteKind.NO_ARRAYS]["arrays for figures", layer.without_arrays]
+            found.append(layer.index)
+    for name, metric in metrics.items():
         for layer in layers:
             if name in layer.unseen or name in layer.failed:
                 explained |= {(name, layer.index), (name, None)}
-            if why := layer.unseen.get(name) or layer.failed.get(name):
-                found = lacking if name in layer.unseen else failing
-                found[name, why].append(layer.index)
-            if why := layer.without_margin.get(name):
-                lacking[name, f"no margin: {why}"].append(layer.index)
-            for part, values in layer.parts.get(name, {}).items():
-                value, *without = _over_heads(values).mean(axis=0)
-                if math.isfinite(value) and not np.isfinite(without).all():
-                    tag = f"{name}/{part}".rstrip("/")
-                    lacking[tag, f"no margin: {metrics[name].no_margin}"].append(layer.index)
-    notes, errors = (group_by_layer(join_metrics(each)) for each in (lacking, failing))
-    return [
-        *notes, *(msgspec.structs.replace(note, is_error=True) for note in errors)
-    ], explained  # fmt: skip
+            for kind, missing in (
+                (NoteKind.NO_VALUE, layer.unseen),
+                (NoteKind.FAILED, layer.failed),
+            ):
+                if why := missing.get(name):
+                    reasons[kind][name, why].append(layer.index)
+            for tag, why in _without_margin(layer, name, metric):
+                reasons[NoteKind.NO_MARGIN][tag, f"no margin: {why}"].append(layer.index)
+    notes = [
+        msgspec.structs.replace(note, is_error=kind is NoteKind.FAILED)
+        for kind, found in reasons.items()
+        for note in group_by_layer(kind, join_metrics(found))
+    ]
+    return notes, explained
+
+
+def _without_margin(layer: LayerValues, name: str, metric: Metric) -> Iterator[tuple[str, str]]:
+    """Yield the values of a metric at a layer that have no margin, each with the reason."""
+    if why := layer.without_margin.get(name):
+        yield name, why
+    for part, values in layer.parts.get(name, {}).items():
+        value, *without = _over_heads(values).mean(axis=0)
+        if math.isfinite(value) and not np.isfinite(without).all():
+            yield f"{name}/{part}".rstrip("/"), metric.no_margin
 
 
 def _not_finite(
@@ -268,10 +282,10 @@ def _few_sequences(layers: list[LayerValues], metrics: Mapping[str, Metric]) -> 
             "fewer; a larger tokens takes them from more"
         )
         numbers: dict[str, Any] = {"metrics": ", ".join(names), "needed": GROUPS}
-        return [Note("no intervals of attention", text, numbers=numbers)]
+        return [Note(NoteKind.NO_INTERVALS_OF_ATTENTION, text, numbers=numbers)]
     text = "no 95 % intervals: they need {needed} sequences in a reading, but it has {sequences}"
     numbers = {"needed": GROUPS, "sequences": max(known)}
-    return [Note("no intervals", text, numbers=numbers)]
+    return [Note(NoteKind.NO_INTERVALS, text, numbers=numbers)]
 
 
 def _few_last_tokens(
@@ -295,7 +309,7 @@ def _few_last_tokens(
     numbers: dict[str, int | float | str] = {
         "metrics": ", ".join(few), "sequences": round(known[few[0]]), "width": width
     }  # fmt: skip
-    return [Note("few sequences for a spectrum", text, numbers=numbers)]
+    return [Note(NoteKind.FEW_SEQUENCES, text, numbers=numbers)]
 
 
 def _few_spectral_rows(layers: list[LayerValues], columns: Columns) -> list[Note]:
@@ -311,4 +325,4 @@ def _few_spectral_rows(layers: list[LayerValues], columns: Columns) -> list[Note
         return []
     text = "spectra of layers wider than {width} columns use only {rows} rows{where}"
     numbers = {"width": SPECTRAL_WIDTH, "rows": SPECTRAL_ROWS}
-    return [Note("spectra of fewer rows", text, layers=tuple(wide), numbers=numbers)]
+    return [Note(NoteKind.SPECTRAL_ROWS, text, layers=tuple(wide), numbers=numbers)]

@@ -18,6 +18,7 @@ from geomon.monitor.jobs import ReadingJob
 from geomon.monitor.options import PROCESS, THREAD
 from geomon.monitor.worker import Worker, WorkerError
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 
 # Readings whose rows may wait in memory while earlier readings are measured in the background.
 _WAITING = 2
@@ -128,7 +129,7 @@ class ReadingExecutor:
         except failures(WorkerError) as error:
             text = "measured in a thread beside the training, not in a process: {why}"
             why = {"why": first_line(error)}
-            job.notes.append(Note("measured in a thread", text, numbers=why))
+            job.notes.append(Note(NoteKind.IN_THREAD, text, numbers=why))
         return function(*args)
 
     def _uses_worker(self) -> bool:

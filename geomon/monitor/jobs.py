@@ -22,6 +22,7 @@ from geomon.monitor.device import MeasuringDevice
 from geomon.monitor.layer_queue import Call, LayerQueue
 from geomon.monitor.moves import Moves
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 from geomon.record import Arrays, Reading, tags
 
 # Source of a reading of few columns, which only alerts look at.
@@ -207,7 +208,7 @@ class ReadingJob:
             "only {rows} rows here (tokens={asked} asked for more): with so few, the intrinsic "
             "dimension comes out too low"
         )
-        return [Note("few rows", text, numbers={"rows": tokens, "asked": self._rows})]
+        return [Note(NoteKind.FEW_ROWS, text, numbers={"rows": tokens, "asked": self._rows})]
 
 
 def measure_alone(snapshot: Snapshot, evaluator: Evaluator, rows: int) -> Reading:

@@ -13,6 +13,7 @@ from geomon.metrics import Evaluation, Evaluator, LayerValues, in_modes, in_piec
 from geomon.monitor.device import MeasuringDevice, first_line
 from geomon.monitor.moves import Moves
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 
 # Each rank's part of one layer.
 Parts = tuple[Layer, ...]
@@ -141,7 +142,7 @@ class LayerQueue:
         self._parts[:] = [tuple(layer.to(HOST) for layer in parts) for parts in self._parts]
         self._device = HOST
         text = "measured on the host: {why}"
-        self.notes.append(Note("measured on the host", text, numbers={"why": why}))
+        self.notes.append(Note(NoteKind.ON_HOST, text, numbers={"why": why}))
 
 
 def _call_here(function: Callable[..., Any], *args: Any) -> Any:

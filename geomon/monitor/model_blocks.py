@@ -9,6 +9,7 @@ from geomon.capture import Anatomy, ModelParts, Plans
 from geomon.distributed import RankGroup
 from geomon.failures import ignored
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 
 
 class ModelBlocks:
@@ -72,7 +73,7 @@ class ModelBlocks:
             return notes
         text = "the model's blocks have changed since the run began: {now} now, {then} then"
         numbers = {"now": len(self.names), "then": len(self._names_at_first)}
-        return [*notes, Note("other blocks", text, numbers=numbers)]
+        return [*notes, Note(NoteKind.OTHER_BLOCKS, text, numbers=numbers)]
 
     def renew(self) -> None:
         """Find the blocks again if modules of the model were added, removed or replaced.

@@ -69,6 +69,7 @@ from geomon.monitor.probe_loss import ProbeLoss
 from geomon.monitor.schedule import Schedule, first_steps, log_spaced
 from geomon.monitor.warnings import Warnings
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 from geomon.record import LOSS, Reading, Readings, Record, Sink, printable, read, text_of
 from geomon.version import __version__
 
@@ -582,7 +583,7 @@ class Monitor:
     def _say_what_stays_changed(self) -> None:
         """Say once in a run that an extra pass was made, whether or not it failed."""
         note = self.passes.what_stays_changed
-        if note is not None and self.warnings.is_new(f"{note.stack}: {note.kind}"):
+        if note is not None and self.warnings.is_new(note.key):
             self.warnings.warn(note.words())
             self.outbox.note([note])
 
@@ -717,12 +718,12 @@ def _notes_of_run(passes: Passes, group: RankGroup, device: MeasuringDevice) -> 
     notes = passes.blocks.notes()
     if (reason := group.why_not_connected) is not None:
         text = "rows are not gathered, and only the rows of rank 0 are measured: {reason}"
-        notes.append(Note("not gathered", text, numbers={"reason": reason}))
+        notes.append(Note(NoteKind.NOT_GATHERED, text, numbers={"reason": reason}))
     if not group.connected:
         notes += group.own.notes_alone()
     if (reason := device.why_host) is not None:
         text = "measured on the host: {reason}"
-        notes.append(Note("measured on the host", text, numbers={"reason": reason}))
+        notes.append(Note(NoteKind.ON_HOST, text, numbers={"reason": reason}))
     return notes
 
 

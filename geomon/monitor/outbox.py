@@ -22,6 +22,7 @@ from geomon.monitor.run_writer import RunWriter
 from geomon.monitor.sinks import SinkCalls
 from geomon.monitor.warnings import Warnings
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 from geomon.record import Reading, Record, Sink
 
 
@@ -85,7 +86,7 @@ class Outbox:
         for since, words in earlier.breaks:
             if since == step:
                 self._warnings.warn(words)
-                self.note([Note("other settings", words)])
+                self.note([Note(NoteKind.OTHER_SETTINGS, words)])
         for reading in (one for one in earlier if one.step >= since):
             self._warnings.attempt(
                 functools.partial(self._recall, reading),

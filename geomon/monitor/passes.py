@@ -23,6 +23,7 @@ from geomon.monitor.options import MonitorOptions
 from geomon.monitor.planner import Account
 from geomon.monitor.probe_loss import ProbeLoss
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 
 _EXTRA = (
     "an extra pass of the model was made: if the model changes anything outside of its modules (a "
@@ -74,7 +75,7 @@ class Passes:
     @property
     def what_stays_changed(self) -> Note | None:
         """Note on a step that took an extra pass: a probe's, or one beside compiled code."""
-        return Note("extra pass", _EXTRA) if extra_passes() > self._passes_before else None
+        return Note(NoteKind.EXTRA_PASS, _EXTRA) if extra_passes() > self._passes_before else None
 
     @property
     def step(self) -> int | None:
@@ -178,7 +179,7 @@ class Passes:
         info = replace(first.info, loss=made.loss)
         if made.left_out:
             text = "the model gets all but {left_out}, which its forward() does not take"
-            note = Note("parts of a batch", text, numbers={"left_out": made.left_out})
+            note = Note(NoteKind.PARTS_OF_BATCH, text, numbers={"left_out": made.left_out})
             info = replace(info, notes=[*info.notes, note])
         return [replace(first, info=info), *others]
 

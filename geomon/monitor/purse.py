@@ -7,6 +7,7 @@ import statistics
 from geomon.monitor.account import Account
 from geomon.monitor.schedule import Schedule
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 
 # Share of the time that checks take beside a schedule of readings.
 CHECK_SHARE = 0.01
@@ -183,7 +184,7 @@ class Purse:
         wanted = self._account.spent + (_FEW - made) * self._cost
         wanted /= 1 - self._share_of_checks(seconds) / self._share
         return Note(
-            "few readings",
+            NoteKind.FEW_READINGS,
             "this run can have only {readings} readings until step {end}, {share} of the time, "
             "because a reading takes as long as {cost} steps: budget='{needed}' pays for {enough}, "
             "schedule= sets their steps, and fewer metrics= or tokens= make them cheaper",

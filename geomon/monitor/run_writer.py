@@ -58,7 +58,7 @@ class RunWriter:
         new = [
             note for note in reading.notes
             if not (note.is_alert or note in said)
-            and self._warnings.is_new(f"{note.stack}: {note.kind}")
+            and self._warnings.is_new(note.key)
         ]  # fmt: skip
         is_brief = self._record is not None and len(new) > 1
         if self._record is not None and is_brief:

@@ -195,7 +195,7 @@ def add_commands(app: "typer.Typer") -> None:
     ) -> None:
         """Summarise a run: a table of its headline values, alerts, its cost and all notes."""
         readings = _read(directory).of_stack(stack)
-        notes = {(note.stack, note.kind): note for each in readings for note in each.notes}
+        notes = {note.key: note for each in readings for note in each.notes}
         words = [f"note: {note.words()}" for note in notes.values() if not note.is_alert]
         write_text("\n".join([run_table(readings), *map(fit, map(printable, words))]))
 

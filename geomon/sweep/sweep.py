@@ -17,6 +17,7 @@ from geomon.failures import failures
 from geomon.metrics import METRICS, Evaluator
 from geomon.monitor import Monitor, check_count
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 from geomon.record import FILE_NAME, Readings, Sink, printable, read
 from geomon.sweep.checkpoints import Checkpoint
 from geomon.sweep.models import one_line
@@ -146,7 +147,8 @@ class _Remarks:
     def take(self) -> list[Note]:
         """Return the remarks since the last call."""
         new, self._taken = self.failures[self._taken :], len(self.failures)
-        return [Note("checkpoint left out", f"a checkpoint is left out: {each}") for each in new]
+        kind = NoteKind.CHECKPOINT_LEFT_OUT
+        return [Note(kind, f"a checkpoint is left out: {each}", about=each) for each in new]
 
     def raise_failures(self) -> None:
         """Raise a ValueError that names the first failure and the number of others, if any."""

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from tagged import reading_of
 
 from geomon.analysis.bands import Bands, continue_line, measure_distance
 from geomon.record.columns import Place
+from support.readings import reading_of
 
 # As they were measured: docs/warnings.md.
 WINDOW, LEAST, OUTSIDE, SCATTER, SCATTER_READINGS = 48, 8, 1.15, 0.8, 20

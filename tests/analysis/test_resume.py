@@ -5,9 +5,9 @@ import math
 import msgspec
 import numpy as np
 import pytest
-from tagged import reading_of
 
 from geomon.analysis.alerts import AlertWatch
+from support.readings import reading_of
 
 LAYERS, HEADS, MATRICES = (1, 2, 3), (0, 1), ("q_proj", "k_proj")
 

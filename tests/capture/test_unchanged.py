@@ -11,13 +11,13 @@ from contextlib import nullcontext, suppress
 import numpy as np
 import pytest
 import torch
-from measuring import watching
-from models import PlainDecoder, Running, batch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from geomon import every
 from geomon.capture import extra_pass
+from support.measuring import watching
+from support.models import PlainDecoder, Running, batch
 
 
 class Stateful(nn.Module):

@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from accelerator import DEVICE, Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from geomon.capture.snapshot import Layer, Part
 from geomon.distributed import merge_layers
 from geomon.distributed.merge import attention_shape, subsample_attention
 from geomon.kernels.attention import attention_rows, scores_of
+from support.hardware import DEVICE, Accelerator
 
 ROWS, SEQUENCES, QUERIES, KEYS, WIDTH = 7, 2, 3, 5, 4
 FORMS = "ranks or batches captured it in different forms"

@@ -202,7 +202,7 @@ SAID = {
         "rank 0: nothing was seen: skipped",
     ),
     "one did not see a layer": (
-        [[unseen(1)], of_batch("", 2.0)], {}, [2], ["no hidden at blocks.1 of some ranks"],
+        [[unseen(1)], of_batch("", 2.0)], {}, [2], ["not seen on some ranks"],
         "rank 0: blocks.1: no hidden was seen: skipped",
     ),
     "one model, other tokens": (

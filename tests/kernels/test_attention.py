@@ -1,10 +1,13 @@
 import math
 
-import definitions as by_book
 import numpy as np
 import pytest
 import torch
-from mathematics import (
+
+from geomon import METRICS, MORE_METRICS
+from support import definitions as by_book
+from support.hardware import LargestNewTensor
+from support.kernels import (
     attention_entropy,
     attention_entropy_normalised,
     attention_rows,
@@ -13,11 +16,8 @@ from mathematics import (
     score_moments,
     scores_of,
 )
-from measuring import Layer, LayerViews
-from new_tensors import LargestNewTensor
-from whole_layer import normal
-
-from geomon import METRICS, MORE_METRICS
+from support.measuring import Layer, LayerViews
+from support.whole_layer import normal
 
 ALL = METRICS | MORE_METRICS
 NAMES = [name for name in ALL if name.startswith(("attention", "score", "mean_query_share"))]

@@ -8,13 +8,14 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import definitions as by_book
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mathematics import (
+
+from support import definitions as by_book
+from support.kernels import (
     HOST,
     anisotropy,
     cosine_centred,
@@ -45,7 +46,7 @@ from mathematics import (
     token_types,
     twonn,
 )
-from samples import dyadic, few_examples, generator, normal, seeds
+from support.samples import dyadic, few_examples, generator, normal, seeds
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from mathematics import mean_query_share, query_variances
-from whole_layer import normal
+
+from support.kernels import mean_query_share, query_variances
+from support.whole_layer import normal
 
 SEQUENCES, HEADS, QUERIES, KEYS = 5, 4, 6, 9
 CAUSAL = torch.ones(1, 1, QUERIES, KEYS, dtype=torch.bool).tril(diagonal=KEYS - QUERIES - 2)

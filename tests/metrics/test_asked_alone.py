@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from mathematics import nearest, row_additions
-from measuring import Layer, seen
-from whole_layer import WIDTH, normal, whole_layer
 
 from geomon import METRICS, MORE_METRICS, select
 from geomon.metrics import Evaluator, check_metrics
+from support.kernels import nearest, row_additions
+from support.measuring import Layer, seen
+from support.whole_layer import WIDTH, normal, whole_layer
 
 OWN = {
     "own_nearest": lambda nearest: nearest.distances.mean() + nearest.indices.double().mean(),

@@ -9,10 +9,10 @@ from itertools import chain, repeat
 import pytest
 import threadpoolctl
 import torch
-from measuring import Layer, tagged
-from whole_layer import ROWS, whole_layer
 
 from geomon.metrics import METRICS, MORE_METRICS, Evaluator, check_metrics, select
+from support.measuring import Layer, tagged
+from support.whole_layer import ROWS, whole_layer
 
 ALL = METRICS | MORE_METRICS
 

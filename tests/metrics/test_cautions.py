@@ -1,8 +1,8 @@
 import pytest
-from measuring import cautions, explain_not_finite
-from tagged import stacks_of
 
 from geomon.metrics import METRICS
+from support.measuring import cautions, explain_not_finite
+from support.readings import stacks_of
 
 
 def columns(values):

@@ -11,17 +11,17 @@ import re
 from dataclasses import replace
 from typing import NamedTuple
 
-import definitions as by_book
 import numpy as np
 import pytest
 import torch
-from mathematics import row_additions
-from measuring import Sizes, tagged
 from scipy import stats
-from whole_layer import HEAD_WIDTH, LENGTH, ROWS, WIDTH, normal, whole_layer
 
 from geomon import METRICS, MORE_METRICS
 from geomon.metrics import Evaluator
+from support import definitions as by_book
+from support.kernels import row_additions
+from support.measuring import Sizes, tagged
+from support.whole_layer import HEAD_WIDTH, LENGTH, ROWS, WIDTH, normal, whole_layer
 
 ALL = METRICS | MORE_METRICS
 EVALUATOR = Evaluator(ALL, 1, strict=True)

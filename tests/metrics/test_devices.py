@@ -1,6 +1,6 @@
 """Metrics on an accelerator, or where products are rounded: the values are the same.
 
-The device is pretended (tests/accelerator.py); tests/test_cuda.py has a real one, where there is.
+The device is pretended (support/hardware.py); tests/test_cuda.py has a real one, where there is.
 """
 
 import contextlib
@@ -10,13 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from accelerator import DEVICE, Accelerator
-from measuring import margin
-from short_products import ShortProducts
-from whole_layer import ROWS, whole_layer
 
 from geomon import METRICS, MORE_METRICS
 from geomon.metrics import Evaluator, check_metrics
+from support.hardware import DEVICE, Accelerator, ShortProducts
+from support.measuring import margin
+from support.whole_layer import ROWS, whole_layer
 
 ALL = METRICS | MORE_METRICS
 

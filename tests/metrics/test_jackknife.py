@@ -4,18 +4,18 @@ import dataclasses
 import functools
 import math
 
-import definitions as by_book
 import numpy as np
 import pytest
-import samples
 import torch
-from mathematics import row_additions
-from measuring import Layer, LayerViews, NoMarginError, ViewsWithout, groups_of, margin
-from models import PlainDecoder, batch
-from samples import generator
 
 from geomon import MetricText, measure, select
 from geomon.metrics import METRICS, MORE_METRICS, Evaluator, Metric, check_metrics
+from support import definitions as by_book
+from support import samples
+from support.kernels import row_additions
+from support.measuring import Layer, LayerViews, NoMarginError, ViewsWithout, groups_of, margin
+from support.models import PlainDecoder, batch
+from support.samples import generator
 
 EVERY = METRICS | MORE_METRICS
 SEQUENCES, LENGTH, WIDTH, HEADS = 24, 20, 12, 2

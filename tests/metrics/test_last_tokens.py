@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from mathematics import row_additions
-from measuring import Layer, LayerViews, MissingViewError
-from whole_layer import normal
 
 from geomon import METRICS, MORE_METRICS, at_last
 from geomon.distributed import merge_layers
 from geomon.metrics import Evaluator, check_metrics
+from support.kernels import row_additions
+from support.measuring import Layer, LayerViews, MissingViewError
+from support.whole_layer import normal
 
 
 def made(rows, last, index=1, **more):

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from doc_tables import of_views
-from measuring import CAPTURED, DERIVED, CapturedView, Layer, derived, margin, sliced
-from samples import normal
 
 from geomon.distributed import merge_layers
 from geomon.metrics import Evaluator, check_metrics
+from support.doc_tables import of_views
+from support.measuring import CAPTURED, DERIVED, CapturedView, Layer, derived, margin, sliced
+from support.samples import normal
 
 SEQUENCES, LENGTH = 16, 10
 ROWS = SEQUENCES * LENGTH

@@ -4,21 +4,21 @@ import copy
 import math
 import pickle
 
-import definitions as by_book
 import numpy as np
 import pytest
-import samples
 import torch
-from mathematics import (
+
+from geomon import METRICS, MORE_METRICS, Metric, MetricText, geometry
+from geomon.metrics import check_metrics
+from support import definitions as by_book
+from support import samples
+from support.kernels import (
     effective_rank,
     isotropic_anisotropy,
     isotropic_cosine_quantile,
     isotropic_spectrum,
 )
-from measuring import Layer, LayerViews, Sizes
-
-from geomon import METRICS, MORE_METRICS, Metric, MetricText, geometry
-from geomon.metrics import check_metrics
+from support.measuring import Layer, LayerViews, Sizes
 
 ALL = METRICS | MORE_METRICS
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import PlainDecoder, batch
-from scenarios import Scenario, check
 
 from geomon import Memory, Monitor, read, select
 from geomon.analysis import Phase
 from geomon.analysis.phase import find_phase
+from support.models import PlainDecoder, batch
+from support.scenarios import Scenario, check
 
 # Steps, dimensions and least ranks of a training: it expands, peaks and is compressed.
 COURSE = [

@@ -8,13 +8,13 @@ from contextlib import nullcontext
 import pytest
 import threadpoolctl
 import torch
-from models import PlainDecoder, batch
-from scenarios import Scenario, Watched, check
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from geomon import Monitor, select
 from geomon.distributed import RankGroup
 from geomon.metrics import Evaluator
+from support.models import PlainDecoder, batch
+from support.scenarios import Scenario, Watched, check
 
 METRICS = select("cosine", "variance", "twonn", "attention_entropy")
 BESIDE = {"metrics": METRICS, "tokens": 256}

@@ -5,12 +5,12 @@ import os
 
 import pytest
 import torch
-from fingerprint import fingerprint
-from interrupting import Interrupting, StopError, files, handled, press_ctrl_c, send_a_signal
-from models import PlainDecoder, batch
-from scenarios import OF_PROCESS
 
 from geomon import Memory, Monitor, every, read, select
+from support.fingerprint import fingerprint
+from support.mishaps import Interrupting, StopError, files, handled, press_ctrl_c, send_a_signal
+from support.models import PlainDecoder, batch
+from support.scenarios import OF_PROCESS
 
 # What a reading goes through from the first layer that is measured to its line in the record.
 PARTS = files(
@@ -234,7 +234,7 @@ def test_what_no_handler_raised_is_a_warning_as_before(tmp_path, caplog, error):
 
 FORKED = """
 import os, signal, threading, time, torch
-from models import PlainDecoder, batch
+from support.models import PlainDecoder, batch
 from geomon import Memory, Monitor, every
 from geomon.metrics import Evaluator
 
@@ -275,7 +275,7 @@ assert train(range(1, 3)) == [0, 1, 2]
 
 FORKED_INSIDE = """
 import os, sys, torch
-from models import PlainDecoder, batch
+from support.models import PlainDecoder, batch
 from geomon import Monitor, every, read
 
 class Sink:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from scenarios import Watched
 
 from geomon import read, select
 from geomon.metrics import Metric
 from geomon.monitor import executor, worker, worker_program
 from geomon.monitor.worker import Worker
+from support.scenarios import Watched
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
 
@@ -260,7 +260,7 @@ def test_a_process_is_started_once_threads_took_as_long_and_never_waited_for(
 _PROGRAM = """
 import os, sys, time
 import torch
-from models import PlainDecoder, batch
+from support.models import PlainDecoder, batch
 from geomon import Monitor, every, select
 
 way, folder = sys.argv[1:]

@@ -4,9 +4,9 @@ import subprocess
 import sys
 
 import pytest
-from tagged import reading_of
 
 from geomon.record import Readings, export
+from support.readings import reading_of
 
 COLUMNS = ("step", "source", "metric", "stack_name", "layer", "head_index", "part", "value")
 

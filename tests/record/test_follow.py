@@ -3,9 +3,9 @@
 import os
 
 import pytest
-from histories import reading
 
 from geomon.record import FILE_NAME, Follower, read
+from support.histories import reading
 
 RUN, LINES = '{"run": {}}\n', [reading(step).line() + "\n" for step in (0, 16, 32, 48)]
 OTHERS = [reading(step, 2.0).line() + "\n" for step in (0, 16, 32, 48, 64, 80)]

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import matplotlib
 import pytest
-from shown import alerted, invoke, write
-from tagged import TEXTS, reading_of, with_values
 
 import geomon
 import geomon.show
 from geomon import Readings, __version__, read
 from geomon.record import FILE_NAME
 from geomon.show.tables import fit
+from support.pages import alerted, invoke, write
+from support.readings import TEXTS, reading_of, with_values
 
 NAN = math.nan
 ALL = ("twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention_entropy")

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loggers import LOGGERS, SINKS, Shown, events_of
-from tagged import TEXTS, raised_of, reading_of
 
 from geomon import Logger, MLflow, Reading, Sink, TensorBoard
 from geomon.note import Note
 from geomon.show import Pictures
+from support.loggers import LOGGERS, SINKS, Shown, events_of
+from support.readings import TEXTS, raised_of, reading_of
 
 STEPS = (0, 200, 256)
 WORDS = "rank collapse (layer 2): look there (geomon alerts rank_collapse)"

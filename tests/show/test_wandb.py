@@ -12,10 +12,10 @@ import weakref
 from pathlib import Path
 
 import pytest
-from tagged import TEXTS, raised_of, reading_of
-from wandb_file import Run, wandb_records, wandb_rows, work_offline
 
 from geomon import WandB
+from support.readings import TEXTS, raised_of, reading_of
+from support.wandb_file import Run, wandb_records, wandb_rows, work_offline
 
 
 def reading(step, value=None, notes=(), source="inline"):

@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
-from shown import Terminal, alerted, invoke, write
-from tagged import raised_of, reading_of
 
 from geomon.cli import make_app
 from geomon.record import FILE_NAME, Record
 from geomon.show import view
+from support.pages import Terminal, alerted, invoke, write
+from support.readings import raised_of, reading_of
 
 
 class Screens:

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 from lightning.pytorch.callbacks import ModelCheckpoint
-from models import batch, transformer
 from torch.utils.data import DataLoader
 
 from geomon import Checkpoint, Memory, Monitor, every, read, scan, select
 from geomon.lightning import GeometryMonitor
 from geomon.sweep import hub_checkpoints, lightning_checkpoints, trainer_checkpoints
+from support.models import batch, transformer
 
 STEPS = (2, 4, 6)
 PROBE = batch(16, 24, seed=3)

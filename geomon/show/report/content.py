@@ -289,12 +289,12 @@ def _seed_groups(runs: Runs) -> list[list[int]]:
 
 def _notes(readings: Readings) -> list[dict[str, Any]]:
     """List remarks on the record and notes of readings, each kind of note once."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for reading in readings:
         for note in reading.notes:
             if not note.is_alert:
-                first = found.get((note.stack, note.kind), {"first": reading.step, "count": 0})
-                found[note.stack, note.kind] = {
+                first = found.get(note.key, {"first": reading.step, "count": 0})
+                found[note.key] = {
                     "text": printable(note.words()), "first": first["first"], "last": reading.step,
                     "count": first["count"] + 1,
                 }  # fmt: skip

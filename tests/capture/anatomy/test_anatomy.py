@@ -5,13 +5,13 @@ import dataclasses
 
 import pytest
 import torch
-from models import PlainDecoder, Running, batch
 from torch import nn
 from torch.nn.utils import parametrize
-from watched import look
 
 from geomon import describe
 from geomon.capture import find_anatomy
+from support.models import PlainDecoder, Running, batch
+from support.watched import look
 
 
 class Attending(nn.Module):

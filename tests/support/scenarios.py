@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from fingerprint import fingerprint, random_state
-from models import PlainDecoder, batch
 
 from geomon import Memory, Monitor, every, read, select
+from support.fingerprint import fingerprint, random_state
+from support.models import PlainDecoder, batch
 
 FEW = {"metrics": select("variance"), "tokens": 64, "splits": 1, "schedule": every(1)}
 # What no run may change, whatever its model becomes.

@@ -1,4 +1,4 @@
-"""Lists of docs, made of what is declared; `python tests/doc_tables.py` writes them."""
+"""Lists of docs, made of what is declared; `python tests/support/doc_tables.py` writes them."""
 
 import re
 from pathlib import Path
@@ -51,7 +51,7 @@ def of_views() -> list[str]:
     return "\n\n".join(map("\n".join, sections.values())).splitlines()
 
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 # The heading behind which each list stands; that of the views goes to the end of the page.
 LISTS = {
     ("metrics.md", "Measured by default"): of_metrics(METRICS),
