@@ -16,8 +16,6 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from definitions import distances
-from definitions import twonn as exact_twonn
 from numpy.random import Generator
 from numpy.typing import NDArray
 from torch import Tensor
@@ -25,6 +23,8 @@ from torch import Tensor
 from benchmarks.timing import print_machine, print_table
 from geomon.kernels.dimension import gride, twonn
 from geomon.kernels.neighbours import copies_of, nearest, unique_rows
+from support.definitions import distances
+from support.definitions import twonn as exact_twonn
 
 Cloud = NDArray[np.float64]
 Rows = NDArray[np.floating]

@@ -594,12 +594,12 @@ def copy_project(folder: Path) -> Path:
 
 
 def sources_of(file: Path) -> list[Path]:
-    """List a file of tests and those beside it that it imports, one through another."""
-    helpers = [each for each in (ROOT / "tests").glob("*.py") if not each.match("test_*")]
+    """List a file of tests and those of tests/support that it imports, one through another."""
+    support = sorted((ROOT / "tests" / "support").glob("*.py"))
     found = [file, *(ROOT / "tests").rglob("conftest.py")]
     for each in found:
-        words = set(re.findall(r"\w+", each.read_text()))
-        found += [other for other in helpers if other.stem in words and other not in found]
+        words = set(re.findall(r"\w+", " ".join(re.findall(r".*\bsupport\b.*", each.read_text()))))
+        found += [other for other in support if other.stem in words and other not in found]
     return sorted(found)
 
 

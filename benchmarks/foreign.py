@@ -27,7 +27,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from fingerprint import fingerprint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,6 +35,7 @@ from benchmarks.timing import print_table
 from geomon import METRICS, Monitor, every, read, select
 from geomon.capture.tokens import sampling
 from geomon.record.columns import Column, Stacks
+from support.fingerprint import fingerprint
 
 SEQUENCES, LENGTH, WIDTH, DEPTH, HEADS, WORDS = 3, 32, 64, 3, 4, 50
 TOLERANCE = 1e-5

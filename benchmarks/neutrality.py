@@ -23,7 +23,6 @@ import lightning as L
 import torch
 import transformers
 import typer
-from fingerprint import fingerprint, random_state
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset
@@ -31,6 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from benchmarks.timing import print_table
 from geomon import Memory, Monitor, every, huggingface, lightning, select
+from support.fingerprint import fingerprint, random_state
 
 WAYS_OUT = (
     "normal", "exception in forward", "exception in backward", "exception in loader",

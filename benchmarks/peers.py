@@ -14,7 +14,6 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from definitions import distances
 from torch import Tensor
 
 from benchmarks.accuracy import Rows, installed, quiet
@@ -24,6 +23,7 @@ from geomon import geometry
 from geomon.kernels.dimension import gride, twonn
 from geomon.kernels.neighbours import copies_of, nearest, unique_rows
 from recipes.enwik8.text import load
+from support.definitions import distances
 
 CLOUDS = ((2048, 64), (4096, 128), (4096, 768))
 CONTEXT = 64

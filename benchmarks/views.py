@@ -3,9 +3,10 @@
 PYTHONPATH=tests python -W ignore -m benchmarks.views dump before.views
 PYTHONPATH=tests python -W ignore -m benchmarks.views compare before.views after.views
 
-Each model of tests/zoo.py runs with each kind of attention, with padding and without, for three
-passes: A, B on the same inputs, and C on shorter inputs if the model takes them, else on fewer
-sequences or the same again. Each pass has a window of its own on one anatomy, as a monitor has.
+Each model of tests/support/zoo.py runs with each kind of attention, with padding and without, for
+three passes: A, B on the same inputs, and C on shorter inputs if the model takes them, else on
+fewer sequences or the same again. Each pass has a window of its own on one anatomy, as a monitor
+has.
 """
 
 import gzip
@@ -22,15 +23,15 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import torch
 import typer
-from referee import rebuilt, without_fast_path
-from specimens import PADDING_MASKS, Specimen, built, inputs_of
 from torch import Tensor, nn
-from zoo import ZOO
 
 from benchmarks.timing import print_table
 from benchmarks.windows import new_plans, watch
 from geomon.capture.anatomy import find_anatomy
 from geomon.capture.snapshot import CAPTURED, Layer, Snapshot
+from support.referee import rebuilt, without_fast_path
+from support.specimens import PADDING_MASKS, Specimen, built, inputs_of
+from support.zoo import ZOO
 
 ROWS = 512
 SHORTER = 3  # by how many tokens

@@ -7,16 +7,26 @@ from typing import Any
 
 from torch import nn
 
-from geomon.capture import Window, extra_pass
-from geomon.capture.anatomy import CROSS, Anatomy, Attention, Block, Stack, shown_name
-from geomon.capture.model_parts import ModelParts
-from geomon.capture.shards import TensorPlace
-from geomon.capture.snapshot import CAPTURED, HOST, Layer, explain_missing, source_of
-from geomon.distributed import find_ranks
-from geomon.distributed.mesh import RankPlace, find_place
-from geomon.metrics import searched_by
-from geomon.metrics.oddities import odd_layers
-from geomon.record.printable import printable
+from geomon.capture import (
+    CAPTURED,
+    CROSS,
+    HOST,
+    Anatomy,
+    Attention,
+    Block,
+    Layer,
+    ModelParts,
+    Stack,
+    TensorPlace,
+    Window,
+    explain_missing,
+    extra_pass,
+    shown_name,
+    source_of,
+)
+from geomon.distributed import RankPlace, find_place, find_ranks
+from geomon.metrics import odd_layers, searched_by
+from geomon.record import printable
 
 # Words for the routes of `geomon.capture.tap`.
 ROUTES = {

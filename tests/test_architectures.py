@@ -12,7 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from referee import (
+from torch import Tensor
+
+from geomon import describe
+from geomon.description import ROUTES
+from support.referee import (
     Verdict,
     compare,
     notes_of,
@@ -22,12 +26,8 @@ from referee import (
     watch,
     without_fast_path,
 )
-from specimens import AS_ATTENDED, PADDING_MASKS, built, inputs_of
-from torch import Tensor
-from zoo import ZOO
-
-from geomon import describe
-from geomon.description import ROUTES
+from support.specimens import AS_ATTENDED, PADDING_MASKS, built, inputs_of
+from support.zoo import ZOO
 
 TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"
 TOLERANCE = 1e-5  # of attention probabilities: float32, eager against fused

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import batch, transformer
 from typer.testing import CliRunner
 
 import geomon
 from geomon import METRICS, read, scan
 from geomon.cli import make_app
 from geomon.sweep import text_windows
+from support.models import batch, transformer
 
 
 def invoke(*arguments):

@@ -3,10 +3,8 @@
 import gc
 from contextlib import nullcontext
 
-import models
 import pytest
 import torch
-from whole_layer import ROWS, whole_layer
 
 from geomon import METRICS, MORE_METRICS, Memory, Monitor
 from geomon.capture.attending.fused import read_sdpa
@@ -14,6 +12,8 @@ from geomon.capture.attending.max_logit import max_logits_of_call
 from geomon.kernels.neighbours import nearest
 from geomon.metrics import Evaluator
 from geomon.record.columns import margin
+from support import models
+from support.whole_layer import ROWS, whole_layer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from models import PlainDecoder, batch, transformer
 
 from geomon import Memory, Monitor, every, geometry, measure
+from support.models import PlainDecoder, batch, transformer
 
 
 @contextmanager

@@ -2,12 +2,12 @@ import functools
 
 import pytest
 import torch
-from models import PlainDecoder, Running, batch, run_blocks, transformer
 from torch import nn
-from watched import ToContext
 
 from geomon import Monitor, describe, read
 from geomon.metrics import searched_by
+from support.models import PlainDecoder, Running, batch, run_blocks, transformer
+from support.watched import ToContext
 
 
 def test_it_prints_in_aligned_columns_without_running_the_model():

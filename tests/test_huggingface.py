@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from fingerprint import fingerprint, is_watched
-from loggers import LOGGERS, shown_of
-from models import batch, transformer
-from tagged import charts_of
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from geomon import every, lightning, read, select
 from geomon.huggingface import GeometryMonitor
+from support.fingerprint import fingerprint, is_watched
+from support.loggers import LOGGERS, shown_of
+from support.models import batch, transformer
+from support.readings import charts_of
 
 FEW = {
     "metrics": select("variance", "attention_entropy", "qk_cosine"),

@@ -11,21 +11,21 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from fingerprint import fingerprint
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from loggers import events_of
-from loops import ROWS, Learner, Module, in_lightning
-from models import batch
-from tagged import charts_of
 from torch.utils.data import DataLoader
-from wandb_file import work_offline
 
 import geomon
 from geomon import every, huggingface, read, select
 from geomon.lightning import GeometryMonitor
+from support.fingerprint import fingerprint
+from support.loggers import events_of
+from support.loops import ROWS, Learner, Module, in_lightning
+from support.models import batch
+from support.readings import charts_of
+from support.wandb_file import work_offline
 
 FEW = {
     "metrics": select("variance", "attention_entropy", "qk_cosine"),
@@ -230,7 +230,7 @@ import sys
 sys.modules["lightning"] = None
 import pytorch_lightning as pl
 import torch
-from models import VOCABULARY, PlainDecoder, batch
+from support.models import VOCABULARY, PlainDecoder, batch
 
 from geomon import every, select
 from geomon.lightning import GeometryMonitor

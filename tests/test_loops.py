@@ -9,17 +9,17 @@ import threading
 
 import pytest
 import torch
-from fingerprint import fingerprint, random_state, weights
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
-from loggers import events_of
-from loops import LOOPS, ROWS, Learner
-from models import batch, transformer
-from tagged import charts_of
 from torch.utils.data import IterableDataset
-from wandb_file import wandb_rows, work_offline
 
 from geomon import Memory, Monitor, every, read, select
 from geomon.monitor import moves
+from support.fingerprint import fingerprint, random_state, weights
+from support.loggers import events_of
+from support.loops import LOOPS, ROWS, Learner
+from support.models import batch, transformer
+from support.readings import charts_of
+from support.wandb_file import wandb_rows, work_offline
 
 METRICS = select("variance", "attention_entropy", "qk_cosine")
 

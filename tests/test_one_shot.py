@@ -6,9 +6,9 @@ import re
 
 import pytest
 import torch
-from models import PlainDecoder, batch
 
 from geomon import METRICS, at_last, geometry, measure, select
+from support.models import PlainDecoder, batch
 
 
 def cloud(tokens=600, width=16, seed=0):

@@ -33,7 +33,8 @@ def version(name, found=metadata.version):
         raise metadata.PackageNotFoundError(name)
     return found(name)
 metadata.version = version
-import models, geomon
+import geomon
+from support import models
 model = models.PlainDecoder()
 monitor = geomon.Monitor(model, directory=sys.argv[1])
 with monitor(0):

@@ -8,14 +8,14 @@ expected.
 import copy
 from pathlib import Path
 
-import definitions as by_book
 import numpy as np
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
-from watched import states_of
 
 from geomon import METRICS, measure, select
+from support import definitions as by_book
+from support.watched import states_of
 
 HEADS, LAYERS, TOKENS = 4, 3, 24 * 64
 MORE = (

@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
 from test_imports import OPTIONAL
 
 ROOT = Path(__file__).parent.parent

@@ -6,13 +6,13 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningCLI
-from models import PlainDecoder
 from transformers import TrainerCallback
 
 from geomon import Memory, every, read
 from geomon.huggingface import GeometryMonitor as OfTrainer
 from geomon.lightning import GeometryMonitor as OfLightning
 from geomon.monitor import CallbackOptions
+from support.models import PlainDecoder
 
 
 def note(alert):

@@ -35,6 +35,7 @@ from geomon.capture.tokens.sampling import RowSampler, SampledRows, copy_rows
 from geomon.capture.weights import present_weight, to_numbers
 from geomon.failures import failures
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 
 _NOT_RUN = (
     "the block did not run while the window was open (it was called by .forward() directly, was "
@@ -133,7 +134,7 @@ def _of_stacks_left_out(
     for stack_pass in passes:
         if stack_pass not in counted:
             text = f"the blocks of '{stack_pass.stack.name}' did not run: they are left out"
-            yield Note(text, text)
+            yield Note(NoteKind.STACK_LEFT_OUT, text, about=stack_pass.stack.name)
 
 
 def _on_device(snapshot: Snapshot, device: torch.device, *, wait: bool) -> Snapshot:
@@ -189,7 +190,7 @@ class StackBuilder:
         read = {id(x): x.weight_norms for x in stack_pass.block_calls if x.weight_norms is not None}
         self._norms = dict(zip(read, to_numbers([*read.values()]), strict=True))
         self._sources = set(map(source_of, views))
-        self._wanted_additions = views & set(ADDITIONS)
+        self._wanted_additions = views & ADDITIONS
         self._not_run = _DROPPED if stack_pass.block_calls else not_run
         self._before = stack_pass.stack.before
         self._remarks = LayerRemarks(stack_pass.stack.name)
@@ -211,7 +212,7 @@ class StackBuilder:
             first = [self._of_hidden_states(0, "input of the blocks", rows, why, stack)]
         kept = [self._rows_behind(block_call) for _, block_call, _ in self._layers]
         if self._wanted_additions:
-            of_last = ADDITIONS[1] in self._wanted_additions
+            of_last = "last" in map(source_of, self._wanted_additions)
             kept = with_additions([self._pass.input_rows, *kept], of_last=of_last)
         made = zip(self._layers, kept, strict=True)
         return [*first, *(self._layer(n, *each, rows) for n, (each, rows) in enumerate(made, 1))]
@@ -237,7 +238,9 @@ class StackBuilder:
             return layers
         if self._pass.block_calls and label != CROSS:
             for layer in layers:
-                self._remarks.add("attention", layer.index, _SIDE_NOT_CALLED, stack)
+                self._remarks.add(
+                    NoteKind.ATTENTION_NOT_CALLED, "attention", layer.index, _SIDE_NOT_CALLED, stack
+                )
         return []
 
     def final_norm(self, stack: str) -> Layer:
@@ -257,13 +260,16 @@ class StackBuilder:
         stack_pass, stack = self._pass, self._pass.stack.name
         notes = self._remarks.notes()
         notes += self._tokens.notes(stack)
-        texts = [*stack_pass.remarks]
+        texts = {**stack_pass.remarks}
         if self._are_sums:
             last = stack_pass.block_calls[-1].summed
-            texts.append(_ADDS_OUTSIDE + _LAST_BRANCH if last is None else _ADDS_OUTSIDE)
+            texts[NoteKind.SUMS_OUTSIDE] = (
+                _ADDS_OUTSIDE + _LAST_BRANCH if last is None else _ADDS_OUTSIDE
+            )
         if stack_pass.owner_call.passed_over:
-            texts.append(_PASSED_OVER.format(count=stack_pass.owner_call.passed_over + 1))
-        return notes + [Note(text, text, stack) for text in texts]
+            ran = _PASSED_OVER.format(count=stack_pass.owner_call.passed_over + 1)
+            texts[NoteKind.RAN_SEVERAL_TIMES] = ran
+        return notes + [Note(kind, text, stack) for kind, text in texts.items()]
 
     def _layer(
         self, depth: int, block: Block, block_call: BlockCall | None, name: str,
@@ -291,7 +297,7 @@ class StackBuilder:
             if len(indices) == 1:
                 part = replace(part, heads=self._heads.numbers(block_call, indices[0]))
         elif block.attends and block_call is not None and self._sources & HEADS_ONLY:
-            self._remarks.add("attention", depth, _BY_NAME_ALONE, stack)
+            self._remarks.add(NoteKind.BY_NAME_ALONE, "attention", depth, _BY_NAME_ALONE, stack)
         return Layer(depth, name, captured, missing, stack, sources, part=part)
 
     def _block_views(self, block_call: BlockCall | None) -> tuple[dict[str, Any], dict[str, str]]:

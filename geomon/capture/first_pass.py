@@ -20,6 +20,7 @@ from geomon.capture.tokens.padding import Padding
 from geomon.capture.tokens.pass_tokens import KnownTokens, PassTokens
 from geomon.capture.tokens.sampling import MemoryLimit, RowSampler, SampledRows
 from geomon.capture.weights import Norms, said
+from geomon.note_kinds import NoteKind
 
 Shape = tuple[int, ...]
 TensorId = tuple[int, Shape]  # address and shape, which identify a tensor while it lives
@@ -158,7 +159,7 @@ class StackPass:
         self.last_output: Tensor | None = None
         self.normed: tuple[SampledRows, str] | None = None
         self.mode = ""
-        self.remarks: dict[str, None] = {}
+        self.remarks: dict[NoteKind, str] = {}
 
     # -- which rows are kept ---------------------------------------------------------------------
 

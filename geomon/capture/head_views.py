@@ -20,11 +20,19 @@ from geomon.capture.attending.outputs import OutputSizes, sums_of_squares
 from geomon.capture.attending.seen import SeenAttention
 from geomon.capture.first_pass import BlockCall, StackPass
 from geomon.capture.remarks import LayerRemarks
-from geomon.capture.snapshot import CAPTURED, PROJECTED, concat_heads, source_of
+from geomon.capture.snapshot import (
+    CAPTURED,
+    PROJECTED,
+    concat_heads,
+    source_of,
+    sources_shared_by,
+    views_of,
+)
 from geomon.capture.tokens.pass_tokens import KnownTokens
 from geomon.failures import failures
+from geomon.note_kinds import NoteKind
 
-HEADS_ONLY = frozenset({"attention", "projection"})
+HEADS_ONLY = sources_shared_by("heads")
 _LAST_QUERIES = 64  # per sequence, enough to show whether queries see keys of another sequence
 _QUERY_VIEWS = ("query", "key", "bias", "scale", "softcap", "sink")
 _PROJECTED_VIEWS = ("projected_query", "projected_key")
@@ -104,13 +112,13 @@ class HeadViews:
         seen = block_call.seen(index)
         captured, missing = self._attention_views(seen)
         if seen.call is not None:
-            said = {
-                _WEIGHTS_CHANGED: seen.weights.changed,
-                _CALLED_AGAIN: seen.further,
-                _ACROSS: self._goes_across(seen.call, captured),
-            }
-            for remark in filter(said.get, said):
-                self._remarks.add("attention", depth, remark, stack)
+            for is_so, kind, remark in (
+                (seen.weights.changed, NoteKind.WEIGHTS_CHANGED, _WEIGHTS_CHANGED),
+                (seen.further, NoteKind.CALLED_AGAIN, _CALLED_AGAIN),
+                (self._goes_across(seen.call, captured), NoteKind.ACROSS_SEQUENCES, _ACROSS),
+            ):
+                if is_so:
+                    self._remarks.add(kind, "attention", depth, remark, stack)
         if self._projects:
             more, lacking = self._projected_views(depth, seen, captured, stack)
             captured, missing = captured | more, missing | lacking
@@ -122,18 +130,22 @@ class HeadViews:
         """Make the views of queries and keys as projected, or as attended if they are unknown."""
         sequences: Sequence[Tensor | None]
         if seen.projected is not None:
-            remarks = {_OTHER_KEYS: seen.has_other_keys}
-            remarks[_LEFT_OUT.format(percent=100 * seen.left_out)] = seen.left_out > 0
+            left_out = _LEFT_OUT.format(percent=100 * seen.left_out)
+            remarks = [
+                (seen.has_other_keys, NoteKind.OTHER_KEYS, _OTHER_KEYS),
+                (seen.left_out > 0, NoteKind.TOKENS_LEFT_OUT, left_out),
+            ]
             kept = [self._tokens.without_padding(rows, rows.shape) for rows in seen.projected]
             found = [rows.values for rows in kept]
             sequences = [self._tokens.numbers(x.indices, x.shape, x.role) for x in kept]
         elif "query" in captured:
-            remarks = {_AS_ATTENDED: True}
+            remarks = [(True, NoteKind.AS_ATTENDED, _AS_ATTENDED)]
             *found, sequences = _attended_rows(captured)
         else:
             return {}, dict.fromkeys(_PROJECTED_VIEWS, _NOT_PROJECTED)
-        for remark in filter(remarks.get, remarks):
-            self._remarks.add(PROJECTED, depth, remark, stack)
+        for is_so, kind, remark in remarks:
+            if is_so:
+                self._remarks.add(kind, PROJECTED, depth, remark, stack)
         known = (
             ()
             if any(x is None for x in sequences)
@@ -179,9 +191,7 @@ class HeadViews:
                 reason = _not_rebuilt(read)
             except failures() as error:  # hidden states, and other layers, do not depend on it
                 reason = _not_rebuilt(error)
-        return {}, dict.fromkeys(
-            (*_QUERY_VIEWS, "visible", "scores", "max_logits", "head_outputs"), reason
-        )
+        return {}, dict.fromkeys(views_of("attention"), reason)
 
     def _with_max_logits(
         self, seen: SeenAttention, call: AttentionCall | SoftmaxCall, read: dict[str, Any]

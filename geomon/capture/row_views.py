@@ -7,13 +7,22 @@ from torch import Tensor
 
 from geomon.capture.first_pass import Shape, StackPass
 from geomon.capture.remarks import HIDDEN, LayerRemarks
-from geomon.capture.snapshot import ADDITIONS, CAPTURED, LAST, ROW_VIEWS, Part, source_of
+from geomon.capture.snapshot import (
+    ADDITIONS,
+    CAPTURED,
+    LAST,
+    Part,
+    source_of,
+    sources_shared_by,
+    views_of,
+)
 from geomon.capture.tokens.pass_tokens import KnownTokens, once
 from geomon.capture.tokens.sampling import SampledRows
+from geomon.note_kinds import NoteKind
 
-HIDDEN_ONLY = frozenset({"hidden", "last"})
+HIDDEN_ONLY = sources_shared_by("rows")
 # Views of rows alone, without another layer.
-OWN_ROW_VIEWS = *(view for view in ROW_VIEWS if view not in ADDITIONS), "precision"
+OWN_ROW_VIEWS = tuple(view for view in views_of("hidden") if view not in ADDITIONS)
 
 _ROUTED = (
     "the block received fewer tokens than other blocks (tokens may be routed past it): it is not "
@@ -65,8 +74,8 @@ class RowViews:
             reason = why if kept is None else inverted or ""
             return {}, dict.fromkeys(wanted, reason), Part()
         kept = self._pass.without_padding(kept, self._tokens)
-        for remark in self._tokens.remarks(kept.shape):
-            self._remarks.add(HIDDEN, depth, remark)
+        for kind, remark in self._tokens.remarks(kept.shape):
+            self._remarks.add(kind, HIDDEN, depth, remark)
         captured, missing, rows = self._views_of(depth, kept, HIDDEN)
         last_rows = None
         if self._keeps_last and "last" in sources_of(kept):
@@ -111,7 +120,7 @@ class RowViews:
             kept = kept.at(finite.nonzero().squeeze(1))
         captured, missing, rows = self._facts_of(kept.indices, kept.shape)
         if "positions" in missing:
-            self._remarks.add(subject, depth, missing["positions"])
+            self._remarks.add(NoteKind.ROUTED, subject, depth, missing["positions"])
         rest = {"hidden": kept.values, "precision": torch.finfo(self._pass.selection.dtype).eps}
         rest |= {} if kept.additions is None else {"additions": kept.additions}
         return rest | captured, dict(missing), rows

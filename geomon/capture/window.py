@@ -30,6 +30,7 @@ from geomon.capture.tracker import Tracker
 from geomon.capture.wanted import Wanted
 from geomon.failures import failures
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 
 _FORCED = (
     "compiled code of the training ran eagerly while it was watched: dropout draws other random "
@@ -214,7 +215,6 @@ class Window:
     ) -> Snapshot:
         """Build the snapshot of a pass through all stacks."""
         matrices, sampler = self._found_matrices(), self._tracker.memory.of().sampler
-        texts = [*self._texts(matrices, ran=bool(passes))]
         return build_snapshot(
             passes,
             self._wanted.views,
@@ -222,30 +222,36 @@ class Window:
             final_norm=self._wanted.final_norm,
             other_thread=self._tracker.other_thread,
             no_rows=self._tracker.no_rows,
-            notes=[*(Note(text, text) for text in texts), *self._tracker.memory.of().notes()],
+            notes=[
+                *self._notes(matrices, ran=bool(passes)),
+                *self._tracker.memory.of().notes(),
+            ],
             device=device,
             wait=wait,
         )
 
-    def _texts(self, matrices: Mapping[str, nn.Module | None], *, ran: bool) -> Iterator[str]:
+    def _notes(self, matrices: Mapping[str, nn.Module | None], *, ran: bool) -> Iterator[Note]:
         """Say what failed, what was not seen, and what is not as it seems."""
         for failure in dict.fromkeys(self._guard.errors):
-            yield f"watching a call failed, and what it would have shown is missing: {failure}"
+            text = f"watching a call failed, and what it would have shown is missing: {failure}"
+            yield Note(NoteKind.WATCHING_FAILED, text, about=failure)
         for name, lost in private.MISSING.items():
-            yield f"torch {torch.__version__} lacks {name}: {lost}"
+            text = f"torch {torch.__version__} lacks {name}: {lost}"
+            yield Note(NoteKind.TORCH_LACKS, text, about=name)
         if self._observer.forced_eager:
-            yield _FORCED
+            yield Note(NoteKind.RAN_EAGERLY, _FORCED)
         for name, module in matrices.items():
             if any(module is adapted for adapted in self._anatomy.adapted):
-                yield f"{name}: {_ADAPTED}"
+                yield Note(NoteKind.ADAPTED_MATRIX, f"{name}: {_ADAPTED}", about=name)
         # Attention after a stage's last block may belong to another part of the model.
         if self._recorder.attention.attends_outside and not self._tracker.has_attention and ran:
-            yield _OUTSIDE
+            yield Note(NoteKind.OUTSIDE_BLOCKS, _OUTSIDE)
         for family in self._anatomy.left_out:
             if family.is_large:
-                yield _LEFT_OUT.format(
+                text = _LEFT_OUT.format(
                     count=family.count, pattern=family.pattern, reason=family.reason
                 )
+                yield Note(NoteKind.BLOCKS_LEFT_OUT, text, about=family.pattern)
 
     def _found_matrices(self) -> dict[str, nn.Module | None]:
         """Find the modules that hold the requested matrices."""

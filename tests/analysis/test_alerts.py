@@ -6,7 +6,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from tagged import reading_of
 
 from geomon.analysis.alerts import (
     HEALTHY_RESUMES,
@@ -18,6 +17,7 @@ from geomon.analysis.alerts import (
 )
 from geomon.note import Note
 from geomon.record import RaisedAlert, Readings
+from support.readings import reading_of
 
 
 def find_alerts(readings, names=RULES):

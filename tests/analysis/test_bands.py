@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from tagged import reading_of
 
 from geomon.analysis.bands import Bands, continue_line, measure_distance
 from geomon.record.columns import Place
+from support.readings import reading_of
 
 # As they were measured: docs/warnings.md.
 WINDOW, LEAST, OUTSIDE, SCATTER, SCATTER_READINGS = 48, 8, 1.15, 0.8, 20
@@ -128,6 +128,14 @@ def test_what_varies_by_factors_has_a_band_of_factors(metric):
     assert 0 < departure.low < 1 < departure.high
     assert departure.high == pytest.approx(1 / departure.low, rel=0.5)
     assert not any(departures([0.0, -1.0] * 12, tag=f"{metric}/layer_01"))  # which have no factor
+
+
+@pytest.mark.parametrize(("share", "leaves"), [(0.9, False), (1.1, True)])
+def test_a_band_of_factors_is_never_wider_than_tenfold_around_the_median(share, leaves):
+    """Readings that scatter a hundredfold would otherwise open the band for anything."""
+    logarithms = 2.0 * noise(50)[:, 0]
+    logarithms[48:] = np.median(logarithms[:48]) + share * math.log(10)
+    assert any(departures(np.exp(logarithms), tag="variance/layer_01")[49]) is leaves
 
 
 def test_the_largest_departure_comes_first():

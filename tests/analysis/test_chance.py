@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from tagged import reading_of, with_values
 
 from geomon.analysis.chance import chance_limit, heads_limit
 from geomon.kernels.baselines import isotropic_cosine_magnitude
 from geomon.record import tags
+from support.readings import reading_of, with_values
 
 WIDTH = 32
 

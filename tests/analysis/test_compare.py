@@ -1,11 +1,11 @@
 """Two runs that differ: at which layer they do."""
 
 import pytest
-from tagged import reading_of
 
-from geomon.analysis.compare import compare
+from geomon.analysis.differences import compare
 from geomon.record import Readings
 from geomon.show.comparison import describe_differences
+from support.readings import reading_of
 
 BEFORE = (0.92, 0.69, 0.67, 0.64)
 

@@ -1,10 +1,10 @@
 import math
 
 import pytest
-from tagged import reading_of, with_values
 
 from geomon.analysis import Curve, curve_of, single_source
 from geomon.analysis.phase import Point
+from support.readings import reading_of, with_values
 
 
 def test_curves_keep_to_the_commoner_source_or_to_that_of_the_last_reading(make_readings):

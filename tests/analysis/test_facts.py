@@ -11,12 +11,12 @@ import re
 from statistics import fmean
 
 import pytest
-from tagged import TEXTS, raised_of, reading_of
-from wandb_file import Run
 
 from geomon import Reading, Readings, WandB
 from geomon.analysis import facts_of, summarise
 from geomon.note import Note
+from support.readings import TEXTS, raised_of, reading_of
+from support.wandb_file import Run
 
 SCHEDULES = (
     [0, *(2**n for n in range(13))],

@@ -4,10 +4,10 @@ import sys
 
 import pytest
 import torch
-from models import PlainDecoder, transformer
-from watched import window
 
 from geomon.capture import apart
+from support.models import PlainDecoder, transformer
+from support.watched import window
 
 WIDTH, LENGTH, SEQUENCES = 64, 128, 16  # a hidden state of all tokens takes 0.5 MB
 

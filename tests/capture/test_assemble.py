@@ -2,13 +2,15 @@
 
 import pytest
 import torch
-from models import PlainDecoder, Running, batch, transformer
-from referee import sampled
-from specimens import built
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.testing import assert_close
-from watched import (
+
+from geomon.distributed import merge_layers
+from support.models import PlainDecoder, Running, batch, transformer
+from support.referee import sampled
+from support.specimens import built
+from support.watched import (
     check_attention,
     check_hidden,
     look,
@@ -17,9 +19,7 @@ from watched import (
     states_of,
     window,
 )
-from zoo import ZOO
-
-from geomon.distributed import merge_layers
+from support.zoo import ZOO
 
 
 def test_token_ids_and_positions_belong_to_the_rows_that_are_finite():

@@ -1,11 +1,12 @@
-"""Snapshots whose rows stay on a device (tests/accelerator.py): the views are those on the host."""
+"""Snapshots whose rows stay on a device (support/hardware.py): the views are those on the host."""
 
-import plain_models
 import pytest
 import torch
-from accelerator import DEVICE, Accelerator
-from models import PlainDecoder, batch
-from watched import check_same, window
+
+from support import plain_models
+from support.hardware import DEVICE, Accelerator
+from support.models import PlainDecoder, batch
+from support.watched import check_same, window
 
 MODELS = {
     "fused": (PlainDecoder, (batch(12, 16),), {}),

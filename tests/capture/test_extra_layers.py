@@ -5,16 +5,16 @@ import functools
 
 import pytest
 import torch
-from models import PlainDecoder, Running, batch, run_blocks, transformer
-from plain_models import encoder
-from specimens import built
 from torch import nn
-from watched import window
-from zoo import ZOO
 
 from geomon import Monitor, geometry, measure, select
 from geomon.capture import extra_pass
 from geomon.distributed import merge_layers
+from support.models import PlainDecoder, Running, batch, run_blocks, transformer
+from support.plain_models import encoder
+from support.specimens import built
+from support.watched import window
+from support.zoo import ZOO
 
 ANISOTROPY = select("anisotropy")
 

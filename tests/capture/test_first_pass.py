@@ -2,12 +2,15 @@
 
 import pytest
 import torch
-from models import PlainDecoder, Running, batch, run_blocks, transformer
-from plain_models import both
-from referee import sampled
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from watched import (
+
+from geomon import describe
+from geomon.capture import find_anatomy
+from support.models import PlainDecoder, Running, batch, run_blocks, transformer
+from support.plain_models import both
+from support.referee import sampled
+from support.watched import (
     Attention,
     ToContext,
     attend_by_hand,
@@ -19,9 +22,6 @@ from watched import (
     notes,
     window,
 )
-
-from geomon import describe
-from geomon.capture import find_anatomy
 
 
 def test_a_stack_that_was_not_run_is_left_out_and_said():

@@ -4,11 +4,13 @@ import math
 
 import pytest
 import torch
-from models import PlainDecoder, Running, batch, run_blocks
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
-from watched import (
+
+from geomon import Monitor, describe, every, measure, read
+from support.models import PlainDecoder, Running, batch, run_blocks
+from support.watched import (
     Attention,
     Block,
     check_blocks,
@@ -21,8 +23,6 @@ from watched import (
     states_of,
     window,
 )
-
-from geomon import Monitor, describe, every, measure, read
 
 HEADS, WIDTH, LENGTH = 4, 32, 16
 IDS = batch(8, LENGTH)

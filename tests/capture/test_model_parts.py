@@ -3,11 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
-from models import PlainDecoder, batch
 from torch import nn
 
 from geomon.capture import Window
 from geomon.capture.model_parts import ModelParts
+from support.models import PlainDecoder, batch
 
 
 def stage(index, module):

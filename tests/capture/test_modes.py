@@ -2,9 +2,6 @@ import contextlib
 
 import pytest
 import torch
-from measuring import nowhere, train, watching
-from models import transformer
-from plain_models import CausalSelfAttention, language_model
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -13,6 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from geomon import every, select
 from geomon.capture import extra_pass
+from support.measuring import nowhere, train, watching
+from support.models import transformer
+from support.plain_models import CausalSelfAttention, language_model
 
 
 class Noisy(TorchDispatchMode):

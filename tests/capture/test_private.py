@@ -5,12 +5,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from measuring import train
-from models import PlainDecoder, batch
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
-from watched import notes, window
 
 from geomon.capture import private
+from support.measuring import train
+from support.models import PlainDecoder, batch
+from support.watched import notes, window
 
 
 def _without_names() -> dict[str, object]:

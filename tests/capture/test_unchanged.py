@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from measuring import watching
-from models import PlainDecoder, Running, batch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from geomon import every
 from geomon.capture import extra_pass
+from support.measuring import watching
+from support.models import PlainDecoder, Running, batch
 
 # -- layers with a state --------------------------------------------------------------------------
 

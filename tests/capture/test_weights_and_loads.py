@@ -5,14 +5,14 @@ import copy
 import numpy as np
 import pytest
 import torch
-from models import PlainDecoder, Running, batch
-from specimens import built
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
-from watched import look, window
-from zoo import ZOO
 
 from geomon.capture.shards import TensorPlace
+from support.models import PlainDecoder, Running, batch
+from support.specimens import built
+from support.watched import look, window
+from support.zoo import ZOO
 
 
 def mixtral():

@@ -10,16 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fingerprint import fingerprint
-from models import PlainBlock, PlainDecoder, Running, batch, transformer
-from referee import sampled
 from torch import nn
 from torch.distributed.tensor import Partial
 from torch.nn.functional import scaled_dot_product_attention as attend
-from watched import attend_by_hand, blocks_of, check_hidden, check_same, look, notes, window
 
 from geomon import describe, measure, select
 from geomon.capture import Window
+from support.fingerprint import fingerprint
+from support.models import PlainBlock, PlainDecoder, Running, batch, transformer
+from support.referee import sampled
+from support.watched import attend_by_hand, blocks_of, check_hidden, check_same, look, notes, window
 
 # -- what it leaves behind -------------------------------------------------------------------------
 

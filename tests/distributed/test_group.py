@@ -6,18 +6,18 @@ The programs are in `rank_runs.py`; each is started once on every rank, with a h
 from functools import partial
 
 import pytest
-from on_ranks import runner
-from rank_runs import TOGETHER, resumed
 
 from geomon import read
 from geomon.distributed import RankGroup
+from support.on_ranks import runner
+from support.rank_runs import TOGETHER, resumed
 
 # Lightning itself is not among them: it keeps the rank that it finds when it is imported.
 PREPARATION = """
 import contextlib
 import torch._dynamo, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp
 import torch.distributed.tensor.parallel
-import rank_runs
+from support import rank_runs
 with contextlib.suppress(ImportError):
     import torchmetrics
     import geomon.huggingface

@@ -6,12 +6,14 @@ The programs are in `mesh_runs.py`. `python -m benchmarks.meshes` runs the whole
 from functools import partial
 
 import pytest
-from mesh_runs import FOUR
-from on_ranks import runner
+
+from support.mesh_runs import FOUR
+from support.on_ranks import runner
 
 PREPARATION = """
 import contextlib
-import torch._dynamo, mesh_runs
+import torch._dynamo
+from support import mesh_runs
 with contextlib.suppress(ImportError):
     from transformers import LlamaForCausalLM
 """

@@ -1,12 +1,13 @@
 """Growth of the norm and direction of the addition, by their definitions and closed forms."""
 
-import definitions as by_book
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mathematics import norm_growth, residual_cosine, row_additions
-from samples import few_examples, normal, seeds
+
+from support import definitions as by_book
+from support.kernels import norm_growth, residual_cosine, row_additions
+from support.samples import few_examples, normal, seeds
 
 
 def both(before, hidden):

@@ -3,7 +3,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from mathematics import (
+from scipy import stats
+
+from support.kernels import (
     anisotropy,
     effective_rank,
     isotropic_anisotropy,
@@ -12,8 +14,7 @@ from mathematics import (
     power_law,
     spectrum,
 )
-from samples import normal
-from scipy import stats
+from support.samples import normal
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 import math
 
-import definitions as by_book
 import numpy as np
 import pytest
 import torch
-from mathematics import SCALES, gride, nearest, twonn, twonn_of_each
-from samples import generator
 from scipy.optimize import minimize_scalar
 from scipy.special import gammainc
+
+from support import definitions as by_book
+from support.kernels import SCALES, gride, nearest, twonn, twonn_of_each
+from support.samples import generator
 
 
 def pareto(points, dimension, seed=0):

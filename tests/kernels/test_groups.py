@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from mathematics import GROUPS, group_sequences, group_sums
-from samples import few_examples, generator, normal, seeds
+
+from support.kernels import GROUPS, group_sequences, group_sums
+from support.samples import few_examples, generator, normal, seeds
 
 
 @few_examples

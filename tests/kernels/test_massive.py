@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from mathematics import ordinary_rows
+
+from support.kernels import ordinary_rows
 
 SHAPES = [(4096, 64), (2048, 768), (4096, 8)]
 RANDOM = np.random.default_rng(7)

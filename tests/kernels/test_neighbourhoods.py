@@ -2,12 +2,13 @@
 
 import math
 
-import definitions as by_book
 import pytest
 import torch
-from mathematics import local_anisotropy, local_dimension, nearest
-from new_tensors import LargestNewTensor
-from samples import generator, normal
+
+from support import definitions as by_book
+from support.hardware import LargestNewTensor
+from support.kernels import local_anisotropy, local_dimension, nearest
+from support.samples import generator, normal
 
 
 def sets(count, size, tokens, seed=0):

@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from mathematics import Neighbours, content_keys, copies_of, nearest, unique_rows
-from samples import generator, normal
 
 from geomon.kernels import neighbours
 from geomon.kernels.neighbours import searched_by
+from support.kernels import Neighbours, content_keys, copies_of, nearest, unique_rows
+from support.samples import generator, normal
 
 
 def use(search, monkeypatch):

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from mathematics import as_factor, product_with_itself
-from short_products import ShortProducts
 from torch import Tensor
 
 import geomon.kernels
+from support.hardware import ShortProducts
+from support.kernels import as_factor, product_with_itself
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

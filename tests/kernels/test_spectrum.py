@@ -1,12 +1,13 @@
 import pytest
 import torch
-from mathematics import (
+
+from support.kernels import (
     effective_rank,
     power_law,
     principal_axes,
     spectrum,
 )
-from samples import normal
+from support.samples import normal
 
 
 def grouped(tokens, groups=8):

@@ -1,6 +1,7 @@
 import torch
-from mathematics import token_types
-from samples import normal
+
+from support.kernels import token_types
+from support.samples import normal
 
 
 def test_without_a_group_the_others_are_left_and_a_type_may_have_one_row():

@@ -1,13 +1,13 @@
 from dataclasses import replace
 
-import definitions as by_book
 import numpy as np
 import pytest
 import torch
-from measuring import Layer, tagged
-from whole_layer import ROWS, normal, whole_layer
 
 from geomon.metrics import METRICS, Evaluator, select
+from support import definitions as by_book
+from support.measuring import Layer, tagged
+from support.whole_layer import ROWS, normal, whole_layer
 
 NAMES = ["mean_query", "mean_key", "queries", "keys", "eigenvalues", "type_ids", "type_rows",
          "type_square_of_mean", "type_scatter"]  # fmt: skip

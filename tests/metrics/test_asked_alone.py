@@ -1,13 +1,13 @@
-"""What a metric gives, and what is searched for it, if it is asked alone and among others."""
+"""A metric alone has the values that it has among others, and searches no more than it reads."""
 
 import pytest
 import torch
-from mathematics import nearest, row_additions
-from measuring import Layer, seen
-from whole_layer import WIDTH, normal, whole_layer
 
 from geomon import METRICS, MORE_METRICS, select
 from geomon.metrics import Evaluator, check_metrics
+from support.kernels import nearest, row_additions
+from support.measuring import Layer, seen
+from support.whole_layer import WIDTH, normal, whole_layer
 
 OWN = {
     "own_nearest": lambda nearest: nearest.distances.mean() + nearest.indices.double().mean(),

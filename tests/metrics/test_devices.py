@@ -1,6 +1,6 @@
 """Metrics on an accelerator, or where products are rounded: the values are the same.
 
-The device is pretended (tests/accelerator.py); tests/test_cuda.py has a real one, where there is.
+The device is pretended (support/hardware.py); tests/test_cuda.py has a real one, where there is.
 """
 
 import contextlib
@@ -10,13 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from accelerator import DEVICE, Accelerator
-from measuring import margin
-from short_products import ShortProducts
-from whole_layer import ROWS, whole_layer
 
 from geomon import METRICS, MORE_METRICS
 from geomon.metrics import Evaluator, check_metrics
+from support.hardware import DEVICE, Accelerator, ShortProducts
+from support.measuring import margin
+from support.whole_layer import ROWS, whole_layer
 
 ALL = METRICS | MORE_METRICS
 
@@ -61,7 +60,7 @@ def test_arrays_of_rows_on_a_device_are_those_of_rows_on_the_host():
         np.testing.assert_allclose(on_device[name], array, rtol=1e-3, atol=1e-6)
 
 
-def test_what_metrics_are_called_with_stays_where_its_rows_are():
+def test_metrics_are_called_with_views_on_the_device_of_the_rows():
     kinds = set()
 
     def own(hidden, token_ids, projected_query, query, scores, spectrum, neighbours, axes):

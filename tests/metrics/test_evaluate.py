@@ -5,11 +5,11 @@ import re
 import numpy as np
 import pytest
 import torch
-from fingerprint import random_state
-from measuring import SOURCES, Layer, PassInfo, Sizes, Snapshot, evaluate
 
 from geomon import at_last, select
 from geomon.metrics import Evaluator, LayerValues, check_metrics
+from support.fingerprint import random_state
+from support.measuring import SOURCES, Layer, PassInfo, Sizes, Snapshot, evaluate
 
 
 def snapshot(*hidden, **captured) -> Snapshot:
@@ -17,7 +17,7 @@ def snapshot(*hidden, **captured) -> Snapshot:
     layers = [
         Layer(
             i, f"layer {i}", {"hidden": h, "precision": 1e-7, **captured},
-            sources=SOURCES if i else frozenset({"hidden"}),
+            sources=frozenset(SOURCES if i else ["hidden"]),
         )
         for i, h in enumerate(hidden)
     ]  # fmt: skip

@@ -1,13 +1,13 @@
 """Readings of the same rows have one fingerprint, and means without each group of sequences."""
 
-import definitions as by_book
 import pytest
 import torch
-from models import PlainDecoder, batch
 
 from geomon import Memory, Monitor
 from geomon.analysis.curves import measured
 from geomon.analysis.phase import change_between
+from support import definitions as by_book
+from support.models import PlainDecoder, batch
 
 IDS = batch(16, 12)
 # The last one reads token ids, by which readings are paired.

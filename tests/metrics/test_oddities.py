@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from models import PlainBlock, PlainDecoder, batch, configurations
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from geomon import Monitor, describe
+from support.models import PlainBlock, PlainDecoder, batch, configurations
 
 LAYERS, ODD = 5, 3  # of which this one differs
 METRICS = ["attention_entropy_normalised", "qk_dot", "within_variance"]

@@ -4,21 +4,21 @@ import copy
 import math
 import pickle
 
-import definitions as by_book
 import numpy as np
 import pytest
-import samples
 import torch
-from mathematics import (
+
+from geomon import METRICS, MORE_METRICS, Metric, MetricText, geometry
+from geomon.metrics import check_metrics
+from support import definitions as by_book
+from support import samples
+from support.kernels import (
     effective_rank,
     isotropic_anisotropy,
     isotropic_cosine_quantile,
     isotropic_spectrum,
 )
-from measuring import Layer, LayerViews, Sizes
-
-from geomon import METRICS, MORE_METRICS, Metric, MetricText, geometry
-from geomon.metrics import check_metrics
+from support.measuring import Layer, LayerViews, Sizes
 
 ALL = METRICS | MORE_METRICS
 
@@ -62,7 +62,7 @@ def test_rounding_is_the_distance_that_rounding_alone_makes(dtype, scale):
 
 
 def test_the_deviation_of_the_null_is_that_of_as_many_rows():
-    """Where only some of them have their neighbours searched."""
+    """Only some of the rows have their neighbours searched."""
     null = METRICS["twonn"].null(Sizes(16_384, 3))
     assert null["null"] == pytest.approx(3, rel=0.05)
     assert 0.005 < null["null_std"] < 0.1  # 1.1 d / sqrt(rows) is 0.026

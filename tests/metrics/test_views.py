@@ -1,9 +1,9 @@
 import pytest
 import torch
-from mathematics import group_sequences, nearest, product_with_itself, spectrum
-from measuring import Layer, LayerViews, spread_rows
 
 from geomon.metrics import select
+from support.kernels import group_sequences, nearest, product_with_itself, spectrum
+from support.measuring import Layer, LayerViews, spread_rows
 
 WIDTH = 40
 SEQUENCES = torch.arange(900) // 20

@@ -5,11 +5,11 @@ import math
 import pickle
 
 import pytest
-from fingerprint import is_watched
-from models import PlainDecoder, batch
 
 from geomon import Memory, every, select
 from geomon.monitor import CallbackSession
+from support.fingerprint import is_watched
+from support.models import PlainDecoder, batch
 
 FEW = {"metrics": select("variance"), "tokens": 64, "schedule": every(2), "strict": True}
 

@@ -2,12 +2,12 @@
 
 import copy
 
-import measuring
 import pytest
 import torch
 from torch import nn
 
 from geomon import Monitor, every, read
+from support import measuring
 
 
 def model_of():

@@ -5,10 +5,10 @@ import logging
 import sys
 
 import pytest
-from models import PlainDecoder
 from tqdm.auto import tqdm
 
 from geomon import Monitor
+from support.models import PlainDecoder
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Where rows are measured, on a pretended device (tests/accelerator.py) beside the host."""
+"""Where rows are measured, on a pretended device (tests/support/hardware.py) beside the host."""
 
 import contextlib
 import ctypes
@@ -8,14 +8,14 @@ import types
 import pytest
 import threadpoolctl
 import torch
-from accelerator import DEVICE, Accelerator
-from measuring import watching
-from models import PlainDecoder, batch
 from torch import nn
 
 from geomon import Monitor, read, select
 from geomon.capture.snapshot import HOST, Layer
 from geomon.monitor.device import MeasuringDevice
+from support.hardware import DEVICE, Accelerator
+from support.measuring import watching
+from support.models import PlainDecoder, batch
 
 NAME = str(DEVICE)
 FEW = select("anisotropy", "twonn", "within_variance", "qk_cosine", "attention_entropy")

@@ -6,11 +6,11 @@ import shutil
 
 import pytest
 import torch
-from loggers import events_of
-from models import PlainDecoder, batch
 from torch.utils.tensorboard import SummaryWriter
 
 from geomon import Monitor, TensorBoard, read, select
+from support.loggers import events_of
+from support.models import PlainDecoder, batch
 
 FEW = {"metrics": select("variance"), "tokens": 16, "schedule": 1}
 

@@ -6,15 +6,15 @@ import random
 import numpy as np
 import pytest
 import torch
-from fingerprint import random_state
-from models import VOCABULARY, PlainDecoder, batch
-from scenarios import EXTRA, Scenario, Watched, check, probe
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from geomon import Memory, every, select
 from geomon.distributed import RankGroup
 from geomon.monitor import CallbackSession
+from support.fingerprint import random_state
+from support.models import VOCABULARY, PlainDecoder, batch
+from support.scenarios import EXTRA, Scenario, Watched, check, probe
 
 ROWS = torch.cat([batch(4, 16, seed=i) for i in range(12)])  # 48 sequences
 MEAN = float(ROWS.double().mean())

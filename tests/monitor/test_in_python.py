@@ -1,10 +1,10 @@
 """What people type and see: names in place of functions, `with Monitor(...)`, one-line reprs."""
 
 import pytest
-from models import PlainDecoder, batch
 
 from geomon import Memory, Monitor, read
-from geomon.analysis import find_phase
+from geomon.analysis.phase import find_phase
+from support.models import PlainDecoder, batch
 
 
 def test_metrics_by_name_and_a_schedule_by_number(tmp_path):

@@ -5,19 +5,21 @@ import os
 
 import pytest
 import torch
-from fingerprint import fingerprint
-from interrupting import Interrupting, StopError, files, handled, press_ctrl_c, send_a_signal
-from models import PlainDecoder, batch
-from scenarios import OF_PROCESS
 
 from geomon import Memory, Monitor, every, read, select
+from support.fingerprint import fingerprint
+from support.mishaps import Interrupting, StopError, files, handled, press_ctrl_c, send_a_signal
+from support.models import PlainDecoder, batch
+from support.scenarios import OF_PROCESS
 
 # What a reading goes through from the first layer that is measured to its line in the record.
 PARTS = files(
-    "monitor/monitor.py", "monitor/outbox.py", "monitor/executor.py", "monitor/jobs.py",
-    "monitor/sinks.py", "monitor/warnings.py", "record/jsonl.py", "metrics/at_once.py",
+    "monitor/monitor.py", "monitor/outbox.py", "monitor/completion.py", "monitor/alarms.py",
+    "monitor/run_writer.py", "monitor/hooks.py", "monitor/executor.py", "monitor/jobs.py",
+    "monitor/layer_queue.py", "monitor/sinks.py", "monitor/warnings.py", "record/jsonl.py",
+    "metrics/at_once.py",
 )  # fmt: skip
-MOVES = ("executor.py", "outbox.py", "jsonl.py")
+MOVES = ("executor.py", "outbox.py", "completion.py", "run_writer.py", "jsonl.py")
 
 
 @pytest.fixture
@@ -74,6 +76,28 @@ def test_ctrl_c_or_a_signal_at_any_line_is_the_loops_and_loses_and_doubles_no_re
         reached = go_on_after_ctrl_c(folder, at, strike)
         assert [r.step for r in read(folder)] == [0, 1][: 1 + at % 2], reached[-1]
     gc.collect()
+
+
+def test_ctrl_c_as_a_reading_is_recorded_keeps_back_no_alert(tmp_path):
+    model, alerts, rank = PlainDecoder(width=8, layers=1, heads=2), [], {0: 20.0}
+    monitor = Monitor(
+        model, metrics={"effective_rank": lambda hidden: rank.get(monitor.planner.step, 1.05)},
+        alerts=["rank_collapse"], on_alert=alerts.append, tokens=16, schedule=every(1),
+        directory=tmp_path, background=False, checks=None,
+    )  # fmt: skip
+
+    def train(step):
+        with monitor(step), torch.no_grad():
+            model(batch(1, 4, seed=step))
+
+    train(0)
+    with pytest.raises(KeyboardInterrupt), Interrupting(files("record/jsonl.py"), 1):
+        train(1)
+    assert alerts == []
+    train(2)
+    monitor.close()
+    assert [alert.step for alert in alerts] == [1]
+    assert [reading.step for reading in read(tmp_path)] == [0, 1, 2]
 
 
 # Files whose code runs in the training's forward pass.
@@ -236,7 +260,7 @@ def test_what_no_handler_raised_is_a_warning_as_before(tmp_path, caplog, error):
 
 FORKED = """
 import os, signal, threading, time, torch
-from models import PlainDecoder, batch
+from support.models import PlainDecoder, batch
 from geomon import Memory, Monitor, every
 from geomon.metrics import Evaluator
 
@@ -277,7 +301,7 @@ assert train(range(1, 3)) == [0, 1, 2]
 
 FORKED_INSIDE = """
 import os, sys, torch
-from models import PlainDecoder, batch
+from support.models import PlainDecoder, batch
 from geomon import Monitor, every, read
 
 class Sink:

@@ -10,11 +10,11 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from fingerprint import random_state
-from models import batch
-from scenarios import EXTRA, Scenario, Watched, advance, check, log, step
 
 from geomon import every
+from support.fingerprint import random_state
+from support.models import batch
+from support.scenarios import EXTRA, Scenario, Watched, advance, check, log, step
 
 SECOND = {"schedule": every(2)}
 LATE = "'loss' of step 0 came after its reading was recorded"

@@ -5,9 +5,9 @@ import random
 
 import pytest
 import torch
-from models import PlainDecoder, batch
 
 from geomon import Monitor, read
+from support.models import PlainDecoder, batch
 
 
 def falling(step):

@@ -4,9 +4,9 @@ import gc
 
 import pytest
 import torch
-from models import PlainDecoder, transformer
 
 from geomon import Monitor, select
+from support.models import PlainDecoder, transformer
 
 LONG = 16 * 32 * 32 // 4  # numbers of a quarter of the rows of a hidden state
 

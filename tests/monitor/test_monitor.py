@@ -13,13 +13,13 @@ from importlib.metadata import version
 import numpy as np
 import pytest
 import torch
-from models import PlainDecoder, batch
-from scenarios import FEW, Watched, step
 
 from geomon import METRICS, Memory, Monitor, read, select
 from geomon.capture import Window
 from geomon.distributed import RankGroup
 from geomon.metrics import Evaluator, searched_by
+from support.models import PlainDecoder, batch
+from support.scenarios import FEW, Watched, step
 
 
 def test_a_reading_says_what_it_stands_on(tmp_path, monkeypatch):
@@ -161,7 +161,7 @@ def test_every_second_that_geomon_takes_counts_once_and_none_of_the_models(
 UNCLOSED = """
 import atexit, multiprocessing, sys, time
 from pathlib import Path
-from models import PlainDecoder, batch
+from support.models import PlainDecoder, batch
 from geomon import Memory, Monitor, every
 from geomon.metrics import Evaluator
 

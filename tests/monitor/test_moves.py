@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from models import PlainDecoder, batch
 from torch import nn
 
 from geomon import Monitor, every, read
+from support.models import PlainDecoder, batch
 
 STEPS = 121
 

@@ -9,12 +9,12 @@ from typing import get_args, get_type_hints
 
 import pytest
 import torch
-from models import PlainDecoder
 
 from geomon import Memory, Monitor
 from geomon.huggingface import GeometryMonitor as OfTrainer
 from geomon.lightning import GeometryMonitor as OfLightning
 from geomon.monitor import CallbackOptions, CallbackSession
+from support.models import PlainDecoder
 
 CALLBACKS = (OfLightning, OfTrainer)
 

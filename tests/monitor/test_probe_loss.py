@@ -5,15 +5,15 @@ import math
 
 import pytest
 import torch
-from fingerprint import fingerprint, random_state
-from loops import Learner
-from measuring import watching
-from models import batch
 from torch.utils.data import DataLoader
 
 from geomon import read
 from geomon.huggingface import GeometryMonitor as OfTrainer
 from geomon.lightning import GeometryMonitor as OfLightning
+from support.fingerprint import fingerprint, random_state
+from support.loops import Learner
+from support.measuring import watching
+from support.models import batch
 
 ROWS = torch.cat([batch(5, 16, seed=seed) for seed in range(4)])
 TAG = "training/probe_loss"

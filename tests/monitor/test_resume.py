@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from models import PlainDecoder
 
 from geomon import Monitor, read
+from support.models import PlainDecoder
 
 # The last one reads token ids, so that readings know whether their rows are the same.
 METRICS = [

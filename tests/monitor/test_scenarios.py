@@ -1,8 +1,9 @@
-"""What a monitor makes of a run; the same on many ranks: tests/rank_runs.py."""
+"""What a monitor makes of a run; the same on many ranks: tests/support/rank_runs.py."""
 
 import pytest
-from scenario_list import SCENARIOS
-from scenarios import check
+
+from support.scenario_list import SCENARIOS
+from support.scenarios import check
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -5,9 +5,9 @@ from contextlib import nullcontext
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import PlainDecoder
 
 from geomon import Monitor, every, log_spaced
+from support.models import PlainDecoder
 
 
 def fired(schedule, stop):

@@ -6,10 +6,10 @@ import threading
 import time
 
 import pytest
-from models import batch
-from scenarios import Scenario, Watched, check
 
 from geomon import Memory
+from support.models import batch
+from support.scenarios import Scenario, Watched, check
 
 
 class Taker(Memory):

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from scenarios import Watched
 
 from geomon import read, select
 from geomon.metrics import Metric
-from geomon.monitor import executor, worker, worker_program
+from geomon.monitor import executor, worker
 from geomon.monitor.worker import Worker
+from support.scenarios import Watched
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
 
@@ -31,7 +31,7 @@ def workers_of(training):
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
             words = (folder / "cmdline").read_bytes().decode().split("\0")
-            if worker_program.__file__ in words and str(training) in words:
+            if worker.PROGRAM in words and str(training) in words:
                 found.append(int(folder.name))
     return found
 
@@ -167,7 +167,7 @@ def be_another_program(patch):
 
 
 def end_at_once(patch):
-    patch.setattr(worker_program, "__file__", "/nowhere/program.py")
+    patch.setattr(worker, "PROGRAM", "/nowhere/program.py")
 
 
 def be_killed(patch):
@@ -260,7 +260,7 @@ def test_a_process_is_started_once_threads_took_as_long_and_never_waited_for(
 _PROGRAM = """
 import os, sys, time
 import torch
-from models import PlainDecoder, batch
+from support.models import PlainDecoder, batch
 from geomon import Monitor, every, select
 
 way, folder = sys.argv[1:]

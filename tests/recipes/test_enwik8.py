@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from forks import Forks
 from typer.testing import CliRunner
 
 from geomon import read
 from geomon.cli import make_app
 from recipes.enwik8.text import spread
 from recipes.enwik8.train import PRESETS, Batches, Decoder, bits, main
+from support.forks import Forks
 
 SMALL = ["--preset", "cpu", "--layers", "2", "--width", "32", "--heads", "2", "--batch", "64",
          "--steps", "40", "--accelerator", "cpu"]  # fmt: skip

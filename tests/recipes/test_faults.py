@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from tagged import reading_of
 
 from geomon.record.tags import layer_tag
 from recipes.enwik8.text import characters
@@ -29,6 +28,7 @@ from recipes.faults.kinds import FAULTS
 from recipes.faults.page import draw, write
 from recipes.faults.training import AFTER, BATCHES, EACH_STEP, Job, new_subject, plan, run
 from recipes.study.training import update
+from support.readings import reading_of
 
 CORPUS = characters(("the geometry of representations while a model trains. " * 400).encode(), "a")
 GPT2, LLAMA = Job(1000), Job(1003)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tagged import reading_of
 from torch import nn
 
 from geomon import Readings, measure
@@ -31,6 +30,7 @@ from recipes.papers.alignment import LayerAlignment
 from recipes.study.claim import answers
 from recipes.study.history import History
 from recipes.study.model import Architecture, Transformer
+from support.readings import reading_of
 
 
 def history(course, steps=(0, 25, 50, 75, 100)):

@@ -10,8 +10,6 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
-from samples import normal
-from shown import HEADS, LAYERS, STEPS, WIDTH, arrays_at, holds_picture, write, write_run
 from typer.testing import CliRunner
 
 from geomon.kernels.token_types import token_types
@@ -21,6 +19,8 @@ from recipes.papers.__main__ import OF_A_RUN, app
 from recipes.papers.arrays import MissingError
 from recipes.papers.layers import norms_figure
 from recipes.papers.queries_keys import clouds_figure, means_figure, stability_figure
+from support.pages import HEADS, LAYERS, STEPS, WIDTH, arrays_at, holds_picture, write, write_run
+from support.samples import normal
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import sys
 import numpy as np
 import pytest
 from scipy import stats
-from tagged import reading_of
 from typer.testing import CliRunner
 
 from geomon.record import Record, read
@@ -18,6 +17,7 @@ from recipes.study.claim import Claim, Results, load_results, save_results, verd
 from recipes.study.page import render
 from recipes.study.seeds import estimate
 from recipes.study.training import begin_training, finish_training
+from support.readings import reading_of
 
 
 def claim(name="it_grows", values=(1.0, 1.1, 0.9), **fields):

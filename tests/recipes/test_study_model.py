@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from samples import generator
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from recipes.enwik8.train import configuration
 from recipes.study.model import Architecture, Transformer
 from recipes.study.text import masked_characters, next_characters
+from support.samples import generator
 
 SIZES = {"layers": 2, "width": 16, "heads": 2, "context": 16}
 CHARACTERS = torch.randint(20, (2, 16), generator=torch.Generator().manual_seed(0))

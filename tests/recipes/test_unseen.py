@@ -6,7 +6,6 @@ import random
 
 import pytest
 import torch
-from tagged import reading_of
 
 from geomon import read
 from geomon.analysis.bands import WATCHED
@@ -18,6 +17,7 @@ from recipes.faults.training import BATCHES, EACH_STEP, make_step
 from recipes.faults.trainings import CONTEXT, LENGTH, SEQUENCES, TRAININGS, new_task
 from recipes.faults.unseen import CELLS, FAULT_STEP, HEALTHY, UNSEEN, Cell, turned
 from recipes.faults.unseen_page import by_fault, healthy, totals, with_harm, write
+from support.readings import reading_of
 
 CORPUS = characters(("the geometry of representations while a model trains. " * 400).encode(), "a")
 FAULTY = [cell for cell in CELLS if cell.fault]

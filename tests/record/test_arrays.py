@@ -8,7 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from histories import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays_of
+
+from geomon.record import FILE_NAME, Record, read
+from support.histories import (
     History,
     array_of,
     arrays,
@@ -18,11 +23,6 @@ from histories import (
     reading,
     write,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays_of
-
-from geomon.record import FILE_NAME, Record, read
 
 
 def began(folder, step=0):

@@ -4,10 +4,10 @@ import math
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tagged import reading_of, stacks_of
 
 from geomon.record import FILE_NAME, Reading, Readings, read
 from geomon.record.columns import Column, Place, places_of, tagged
+from support.readings import reading_of, stacks_of
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 SOME = st.lists(NUMBERS, max_size=3)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tagged import reading_of
 
 from geomon.record import FILE_NAME, Follower, Record, read
+from support.readings import reading_of
 
 GOOD = [b'{"run": {"model": "Decoder", "from_step": 0}}'] + [
     reading_of({"twonn/layer_01": 8.1, "twonn/layer_02": 7.9}, step).line().encode()

@@ -3,9 +3,9 @@
 import os
 
 import pytest
-from histories import reading
 
 from geomon.record import FILE_NAME, Follower, read
+from support.histories import reading
 
 RUN, LINES = '{"run": {}}\n', [reading(step).line() + "\n" for step in (0, 16, 32, 48)]
 OTHERS = [reading(step, 2.0).line() + "\n" for step in (0, 16, 32, 48, 64, 80)]
@@ -56,6 +56,10 @@ COURSES = {
     },
     "its time alone has changed": [
         (append(ALL), [0, 16, 32, 48]), (lambda path: os.utime(path, (1, 1)), []),
+    ],
+    "the run goes back between two looks": [
+        (append(LINES[0]), [0]),
+        (append("".join(LINES[1:]) + '{"run": {"rewound_to": 32}}\n' + OTHERS[2]), [16, 32]),
     ],
     "two runs write at once, and a line is none": [
         (append(LINES[0]), [0]), (append(LINES[1]), [16]), (append(LINES[0]), [0]),

@@ -3,11 +3,11 @@
 import math
 
 import pytest
-import tagged
-from tagged import reading_of as reading
 
 from geomon import Logger
 from geomon.record import Readings
+from support import readings as tagged
+from support.readings import reading_of as reading
 
 MOST = 15
 TEXTS = tagged.TEXTS | {

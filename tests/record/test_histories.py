@@ -9,7 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from histories import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from geomon.record import FILE_NAME, Follower, Readings, Record, read
+from support.histories import (
     History,
     alert,
     begin,
@@ -23,11 +27,7 @@ from histories import (
     warn,
     write,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tagged import alert_of, reading_of
-
-from geomon.record import FILE_NAME, Follower, Readings, Record, read
+from support.readings import alert_of, reading_of
 
 TENS = range(0, 70, 10)
 ONE = [(0, 1), (10, 1), (20, 1)]
@@ -254,7 +254,7 @@ def test_the_record_is_that_of_the_run_that_goes_on(tmp_path_factory, starts):
 
 _KILLED = """
 import os, sys
-from tagged import reading_of
+from support.readings import reading_of
 from geomon.record import Record
 record = Record(sys.argv[1])
 record.begin(10, {})

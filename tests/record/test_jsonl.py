@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tagged import reading_of
 
 from geomon.note import Note
 from geomon.record import (
@@ -21,6 +20,7 @@ from geomon.record import (
     Record,
     read,
 )
+from support.readings import reading_of
 
 
 def reading(step: int, source: str = "inline") -> Reading:

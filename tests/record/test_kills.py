@@ -13,7 +13,7 @@ _BACK = 2  # steps from the last checkpoint to the kill
 _RUN = """
 import signal, sys, time
 import torch
-from plain_models import CausalSelfAttention, language_model
+from support.plain_models import CausalSelfAttention, language_model
 from geomon import METRICS, Monitor, every
 
 folder, first, stop, background, share = sys.argv[1:]

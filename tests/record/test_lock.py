@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from tagged import reading_of
 
 from geomon.record import Record, read
+from support.readings import reading_of
 
 _HOLD = """
 import sys, time

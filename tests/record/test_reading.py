@@ -2,11 +2,11 @@ import math
 
 import msgspec
 import pytest
-from tagged import reading_of
 
 from geomon import MetricText, __version__
 from geomon.note import Note
 from geomon.record import Readings
+from support.readings import reading_of
 
 VALUES = {
     "twonn/encoder_layer_00": 1.0, "twonn/encoder_null": 4.0, "twonn/decoder_layer_01": 5.0,

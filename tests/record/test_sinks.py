@@ -1,10 +1,10 @@
 """What sinks show of readings and alerts: memory, and loggers that are made of functions."""
 
 import pytest
-from tagged import raised_of, reading_of
 
 from geomon import Memory
 from geomon.record.sinks import LoggerSink
+from support.readings import raised_of, reading_of
 
 
 def reading(step):

@@ -22,7 +22,11 @@ import plotly.offline
 import pytest
 from matplotlib.image import imsave
 from rich.console import Console
-from shown import (
+
+from geomon import Readings, WandB, read
+from geomon.note import Note
+from geomon.show import Pictures, Printer, view
+from support.pages import (
     FILE_NAME,
     HEADS,
     LAYERS,
@@ -34,12 +38,8 @@ from shown import (
     write,
     write_run,
 )
-from tagged import TEXTS, raised_of, reading_of
-from wandb_file import Run
-
-from geomon import Readings, WandB, read
-from geomon.note import Note
-from geomon.show import Pictures, Printer, view
+from support.readings import TEXTS, raised_of, reading_of
+from support.wandb_file import Run
 
 APPROVED = Path(__file__).parent / "approved"
 # The age of a reading does not hang on the day of the test.
@@ -170,7 +170,7 @@ def rounded(value):
 
 def holds_data(name, value):
     text = json.dumps(rounded(value), indent=0, ensure_ascii=False, sort_keys=True, allow_nan=False)
-    # What holds neither a list nor another dict stands in one line.
+    # A dict that holds neither a list nor another dict stands in one line.
     holds_text(
         name, re.sub(r"[\[{]\n[^][{}]*[\]}]", lambda found: found[0].replace("\n", " "), text)
     )

@@ -3,13 +3,13 @@
 from itertools import pairwise
 
 import pytest
-from tagged import TEXTS, reading_of
 
 from geomon import Readings
 from geomon.analysis import facts_of
 from geomon.show import charts
 from geomon.show.collect import dimension_panel
 from geomon.show.figures import draw
+from support.readings import TEXTS, reading_of
 
 VALUES = {0: 2.0, 10: 4.0, 20: 6.0, 30: 12.0, 40: 11.0, 50: 10.0}
 JOINED = [*pairwise(VALUES.values())]

@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 from matplotlib.colors import to_hex
-from shown import invoke, write
-from tagged import reading_of
 
 from geomon import read
 from geomon.show.figures import draw
+from support.pages import invoke, write
+from support.readings import reading_of
 
 # Steps of a run, and the gaps between them.
 GAPS = [

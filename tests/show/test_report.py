@@ -4,10 +4,10 @@ import json
 import re
 
 import pytest
-from shown import alerted, invoke, write
-from tagged import TEXTS, reading_of
 
 from geomon import Readings
+from support.pages import alerted, invoke, write
+from support.readings import TEXTS, reading_of
 
 
 @pytest.fixture(autouse=True)

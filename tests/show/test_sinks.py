@@ -1,4 +1,4 @@
-"""What every sink keeps: each reading once, each alert, pictures at their times; and texts.
+"""Every sink shows each reading once, each alert, pictures at their times; and texts.
 
 W&B, which counts rows, has a file of its own.
 """
@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loggers import LOGGERS, SINKS, Shown, events_of
-from tagged import TEXTS, raised_of, reading_of
 
 from geomon import Logger, MLflow, Reading, Sink, TensorBoard
 from geomon.note import Note
 from geomon.show import Pictures
+from support.loggers import LOGGERS, SINKS, Shown, events_of
+from support.readings import TEXTS, raised_of, reading_of
 
 STEPS = (0, 200, 256)
 WORDS = "rank collapse (layer 2): look there (geomon alerts rank_collapse)"
@@ -213,7 +213,7 @@ def test_a_card_that_fails_keeps_no_other_back_and_is_drawn_again_as_the_step_do
 
 @given(st.lists(st.floats(0.0, 3e3), min_size=1, max_size=30))
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_the_times_the_share_holds_and_the_end_is_whole(times):
+def test_the_share_of_time_holds_and_the_last_drawing_is_whole(times):
     with pytest.MonkeyPatch.context() as patch:
         drawn = Drawn(patch, seconds=1.0)
         for number, passed in enumerate(times):

@@ -4,11 +4,11 @@ import io
 import itertools
 
 import pytest
-from shown import Terminal
-from tagged import TEXTS, reading_of
 
 from geomon import Readings
 from geomon.show import Printer, run_table
+from support.pages import Terminal
+from support.readings import TEXTS, reading_of
 
 OWN = {"own": {"title": "own", "is_charted": True}}
 

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 import transformers as t
-from zoo import ZOO
 
 from geomon import scan, select
 from geomon.sweep import trainer_checkpoints
+from support.zoo import ZOO
 
 CHOSEN = {"tokens": 48, "metrics": select("anisotropy", "qk_cosine")}
 

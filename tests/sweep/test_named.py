@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from models import transformer
 from torch import nn
 from typer.testing import CliRunner
 
 from geomon import read
 from geomon.cli import make_app
+from support.models import transformer
 
 
 def command(*arguments):

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 from lightning.pytorch.callbacks import ModelCheckpoint
-from models import batch, transformer
 from torch.utils.data import DataLoader
 
 from geomon import Checkpoint, Memory, Monitor, every, read, scan, select
 from geomon.lightning import GeometryMonitor
 from geomon.sweep import hub_checkpoints, lightning_checkpoints, trainer_checkpoints
+from support.models import batch, transformer
 
 STEPS = (2, 4, 6)
 PROBE = batch(16, 24, seed=3)
@@ -271,6 +271,8 @@ def test_a_checkpoint_that_fails_is_named_left_out_and_tried_again(run, scanned,
     assert counts == [1, 0]
     (named,) = [x.getMessage() for x in caplog.records if words in x.getMessage()]
     assert "\n" not in named
+    still_broken = scan_run(tmp_path, tmp_path / "scan")
+    assert [reading.step for reading in still_broken] == [4, 6]
     broken.write_bytes(whole)
     again = scan_run(tmp_path, tmp_path / "scan")
     assert [reading.step for reading in again] == [2, 4, 6]

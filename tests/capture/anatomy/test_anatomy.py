@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from models import PlainDecoder, Running, batch
 from torch import nn
 from torch.nn.utils import parametrize
-from watched import look
 
 from geomon import describe
 from geomon.capture import find_anatomy
+from support.models import PlainDecoder, Running, batch
+from support.watched import look
 
 # -- parts of models -------------------------------------------------------------------------------
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from short_products import ShortProducts
 from torch.nn.attention import flex_attention as flex
-from watched import HEADS, blocks_of, look
+
+from support.hardware import ShortProducts
+from support.watched import HEADS, blocks_of, look
 
 LENGTH = 6
 SINKS = torch.arange(float(HEADS))[:, None, None]

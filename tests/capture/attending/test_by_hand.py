@@ -5,10 +5,11 @@ import re
 
 import pytest
 import torch
-from models import Running
 from torch import nn
 from torch.nn import functional as F
-from watched import HEADS, blocks_of, look, scores_of
+
+from support.models import Running
+from support.watched import HEADS, blocks_of, look, scores_of
 
 LENGTH = 8
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()

@@ -4,13 +4,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from fingerprint import fingerprint
-from models import PlainDecoder, Running
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
-from watched import blocks_of, check_scores, look, window
 
 from geomon import describe, measure, select
+from support.fingerprint import fingerprint
+from support.models import PlainDecoder, Running
+from support.watched import blocks_of, check_scores, look, window
 
 HEADS, WIDTH, LENGTH = 4, 32, 24
 BREAK = 7  # token that ends a document

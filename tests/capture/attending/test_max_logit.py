@@ -5,14 +5,14 @@ from collections import Counter
 
 import pytest
 import torch
-from accelerator import Accelerator
 from torch.nn.functional import scaled_dot_product_attention
-from watched import blocks_of
 
 import geomon
 from geomon.capture.attending.attention import Arguments
 from geomon.capture.attending.fused import read_sdpa
 from geomon.capture.attending.max_logit import max_logits_of_call
+from support.hardware import Accelerator
+from support.watched import blocks_of
 
 
 def causal(q, k, v):

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from models import transformer
 from torch import nn
-from watched import attend_by_hand, look
 
 from geomon import measure, select
+from support.models import transformer
+from support.watched import attend_by_hand, look
 
 HEADS, SIZE = 4, 6
 WIDTH = HEADS * SIZE

@@ -8,13 +8,13 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.distributed.tensor import Shard
 from torch.nn.functional import scaled_dot_product_attention
-from watched import attend_by_hand, blocks_of, look
 
 from geomon.capture.attending.attention import NotUnderstoodError, read_call, record_call
 from geomon.capture.attending.fused import read_flash, read_sdpa
 from geomon.capture.attending.rules import FlexRule
 from geomon.capture.shards import TensorPlace
 from geomon.capture.tokens.sampling import RowSampler
+from support.watched import attend_by_hand, blocks_of, look
 
 
 def test_a_rule_that_takes_one_pair_at_a_time_is_refused():

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from models import Running
-from referee import rebuilt
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as attend
-from watched import (
+
+from geomon import describe, measure
+from support.models import Running
+from support.referee import rebuilt
+from support.watched import (
     ToContext,
     attend_by_hand,
     by_place,
@@ -16,8 +18,6 @@ from watched import (
     notes,
     scores_of,
 )
-
-from geomon import describe, measure
 
 
 def two_attentions(m, x, context=None):

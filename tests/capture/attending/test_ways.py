@@ -9,12 +9,14 @@ import math
 
 import pytest
 import torch
-from fingerprint import fingerprint
-from models import Running
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex
-from watched import (
+
+from geomon import describe, measure, select
+from support.fingerprint import fingerprint
+from support.models import Running
+from support.watched import (
     HEADS,
     Block,
     attend_by_hand,
@@ -25,8 +27,6 @@ from watched import (
     notes,
     scores_of,
 )
-
-from geomon import describe, measure, select
 
 sdpa = F.scaled_dot_product_attention
 SEQUENCES, LENGTH, WIDTH = 3, 8, 64

@@ -4,14 +4,14 @@ import pickle
 
 import pytest
 import torch
-from measuring import watching
-from models import PlainDecoder, batch, transformer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from watched import look, notes, window
 
 from geomon import measure, select
 from geomon.capture import FirstCall
+from support.measuring import watching
+from support.models import PlainDecoder, batch, transformer
+from support.watched import look, notes, window
 
 FEW = select("variance", "attention_entropy", "qk_cosine")
 NAMES = ("mask", "module_", "step", "layer", "args", "kwargs", "model", "output", "function")

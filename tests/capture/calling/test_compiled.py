@@ -2,17 +2,17 @@
 
 import functools
 
-import measuring
 import pytest
 import torch
-from models import Running
-from specimens import VOCABULARY, built
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers.integrations import flex_attention
-from zoo import ZOO
 
 from geomon import Memory, every, select
+from support import measuring
+from support.models import Running
+from support.specimens import VOCABULARY, built
+from support.zoo import ZOO
 
 METRICS = select("variance", "anisotropy", "attention_entropy", "qk_cosine")
 IDS = torch.randint(0, VOCABULARY, (4, 16), generator=torch.Generator().manual_seed(0))

@@ -5,9 +5,6 @@ from contextlib import nullcontext, suppress
 
 import pytest
 import torch
-from fingerprint import fingerprint, random_state
-from interrupting import Interrupting, files
-from models import PlainDecoder, batch
 from torch import nn
 
 from geomon import Memory, Monitor, every, select
@@ -23,6 +20,9 @@ from geomon.capture.calling.patches import (
     without_fast_path,
 )
 from geomon.monitor import CallbackSession
+from support.fingerprint import fingerprint, random_state
+from support.mishaps import Interrupting, files
+from support.models import PlainDecoder, batch
 
 
 class Switch:

@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import Running
 from torch import nn
 from torch.nn import functional as F
-from watched import window
+
+from support.models import Running
+from support.watched import window
 
 SEQUENCES, LENGTH, WIDTH, HEADS = 3, 10, 32, 4
 SIZE = WIDTH // HEADS

@@ -6,14 +6,14 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Running
-from referee import check_same
 from torch import nn
-from watched import attend_by_hand, blocks_of, scores_of, window
 
 from geomon.capture import Plans, find_anatomy
 from geomon.capture.snapshot import CAPTURED
 from geomon.capture.window import Window
+from support.models import Running
+from support.referee import check_same
+from support.watched import attend_by_hand, blocks_of, scores_of, window
 
 LENGTH = 12
 CAUSAL = torch.ones(LENGTH, LENGTH).tril().bool()

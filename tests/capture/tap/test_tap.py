@@ -5,7 +5,6 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from models import PlainDecoder, Running, batch
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import (
@@ -13,9 +12,10 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     _len_torch_dispatch_stack,
 )
-from watched import Block, check_same, look, notes, window
 
 from geomon.capture import FirstCall
+from support.models import PlainDecoder, Running, batch
+from support.watched import Block, check_same, look, notes, window
 
 
 def queries(seen) -> list[bool]:

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from models import PlainDecoder, Running, batch, transformer
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from watched import Block, in_order, look, notes
+
+from support.models import PlainDecoder, Running, batch, transformer
+from support.watched import Block, in_order, look, notes
 
 LENGTHS = [3, 5, 1, 7]
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])

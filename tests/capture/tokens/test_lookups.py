@@ -7,10 +7,13 @@ that a block is not given.
 
 import pytest
 import torch
-from models import VOCABULARY, PlainBlock, PlainDecoder, Running, transformer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from watched import (
+
+from geomon import measure
+from geomon.capture import Window
+from support.models import VOCABULARY, PlainBlock, PlainDecoder, Running, transformer
+from support.watched import (
     Block,
     attend_by_hand,
     by_place,
@@ -20,9 +23,6 @@ from watched import (
     states_of,
     window,
 )
-
-from geomon import measure
-from geomon.capture import Window
 
 WIDTH, STREAMS = 32, 4
 

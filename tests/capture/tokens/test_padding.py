@@ -5,16 +5,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import Running, batch
-from referee import sampled
-from specimens import built
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as attend
-from watched import blocks_of, look, notes, scores_of
-from zoo import ZOO
 
 from geomon import describe, measure, select
 from geomon.capture import Window
+from support.models import Running, batch
+from support.referee import sampled
+from support.specimens import built
+from support.watched import blocks_of, look, notes, scores_of
+from support.zoo import ZOO
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, hides: Tensor | None) -> Tensor:

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from models import batch, transformer
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as attend
-from watched import blocks_of, look, states_of
+
+from support.models import batch, transformer
+from support.watched import blocks_of, look, states_of
 
 LENGTHS = torch.tensor([1, 5, 9, 12, 12, 7])
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from models import PlainDecoder, batch
-from referee import sampled
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from watched import blocks_of, check_hidden, look, notes
 
 from geomon.capture import ATTENTION_QUERIES
+from support.models import PlainDecoder, batch
+from support.referee import sampled
+from support.watched import blocks_of, check_hidden, look, notes
 
 
 # Each row has the input of the first of 3 blocks, and the output, query and key of each block.

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from watched import blocks_of, look
+
+from support.watched import blocks_of, look
 
 LENGTH, WIDTH = 12, 32
 LOWER = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()

@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import plain_models as plain
 import torch
 import transformers
-from specimens import (
+from torch import Tensor, nn
+
+from support import plain_models as plain
+from support.specimens import (
     BY_HAND,
     CHUNKS,
     EAGER_INTERFACE,
@@ -49,7 +51,6 @@ from specimens import (
     turned_behind,
     two_masks,
 )
-from torch import Tensor, nn
 
 # -- decoders of transformers --------------------------------------------------------------------
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from full_disk import FullDisk
-from tagged import alert_of, reading_of
 
 from geomon.record import FILE_NAME, Course, Follower, RaisedAlert, Record, read
+from support.mishaps import FullDisk
+from support.readings import alert_of, reading_of
 
 
 def reading(step, value=1.0, source="inline", **fields):

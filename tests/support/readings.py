@@ -4,7 +4,7 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from geomon.note import Note
@@ -164,3 +164,63 @@ def raised_of(kind: str, step: int, words: str = "", **fields: Any) -> RaisedAle
     words = words or f"{kind.replace('_', ' ')} (layer 2): look there (geomon alerts {kind})"
     given = {"time": time.time() - 60, "source": "check", **fields}
     return RaisedAlert(step=step, note=alert_of(kind, words), **given)
+
+
+STEPS = (0, 16, 32, 64, 128, 256, 512, 1024, 1500)
+# Curves of a character decoder on enwik8: expansion and compression of the paper's estimate, while
+# the distinct tokens' falls throughout and scale 32 falls and then grows.
+CURVES = {
+    "twonn/mean": (2.5, 2.8, 3.3, 5.0, 7.3, 7.4, 6.4, 5.7, 5.3),
+    "twonn_distinct/mean": (32.1, 24.0, 18.6, 11.0, 7.5, 6.2, 5.9, 5.3, 4.9),
+    "gride/mean/k1": (2.6, 2.9, 3.4, 5.0, 7.2, 7.3, 6.4, 5.6, 5.2),
+    "gride/mean/k32": (14.6, 10.0, 7.2, 4.1, 3.2, 3.8, 4.5, 5.6, 6.0),
+    "attention_entropy/mean": (3.2, 3.2, 3.1, 3.0, 2.8, 2.4, 2.0, 1.8, 1.6),
+    "geomon/overhead": (0.9, 0.8, 0.7, 0.5, 0.3, 0.2, 0.1, 0.06, 0.04),
+}
+
+
+def _at(steps: Sequence[int], index: int, layers: int, heads: int) -> dict[str, float]:
+    """Layers and heads: a bell of anisotropy that grows, cosines that grow with either sign."""
+    progress = index / max(len(steps) - 1, 1)
+    values = {}
+    for layer in range(layers + 1):
+        bell = math.exp(-((4 * layer / layers - 2) ** 2))
+        values[tags.layer_tag("anisotropy", layer)] = 0.1 + 0.5 * progress * bell
+        if layer:
+            values[tags.layer_tag("attention_entropy", layer)] = 3.0 - progress * layer / layers
+            values[tags.layer_tag("qk_cosine", layer)] = (
+                -(heads % 2) * (0.1 + 0.6 * progress) / max(heads, 1)
+            )
+        for head in range(heads if layer else 0):
+            sign = 1 if head % 2 else -1
+            part = tags.head_part(head)
+            values[tags.layer_tag("qk_cosine", layer, part)] = sign * (0.1 + 0.6 * progress)
+            values[tags.layer_tag("attention_entropy", layer, part)] = (
+                3.0 - progress * layer / layers
+            )
+    return values
+
+
+def synthetic_run(
+    steps: Sequence[int] = STEPS,
+    *,
+    curves: Mapping[str, Sequence[float]] | None = None,
+    layers: int = 4,
+    heads: int = 4,
+    error: float = 0.1,
+    without: Sequence[str] = (),
+    notes: Sequence[Note | str] = (),
+    source: str = "probe",
+) -> Readings:
+    """Make up the readings of a run: `steps`, curves by tag, and a number of layers and heads."""
+    curves = {name: values[: len(steps)] for name, values in {**CURVES, **(curves or {})}.items()}
+    readings = []
+    for index, step in enumerate(steps):
+        values = _at(steps, index, layers, heads)
+        for name, curve in curves.items():
+            values[name] = curve[index]
+            if name.startswith("twonn"):
+                values[f"{name}/margin"] = error
+        kept = {tag: value for tag, value in values.items() if tag.split("/")[0] not in without}
+        readings.append(reading_of(kept, step, source, notes))
+    return Readings([{"model": "Synthetic", "metrics": TEXTS}], readings)

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from fingerprint import fingerprint, random_state
-from models import PlainDecoder, batch
 
 from geomon import Memory, Monitor, every, read, select
+from support.fingerprint import fingerprint, random_state
+from support.models import PlainDecoder, batch
 
 FEW = {"metrics": select("variance"), "tokens": 64, "splits": 1, "schedule": every(1)}
 # What no run may change, whatever its model becomes.
@@ -49,7 +49,7 @@ class Watched:
         self.folder = options.get("directory", folder)
         self.memory = Shown(self.folder)
         for name in ("find_ranks", "join_ranks") if ranks is not None else ():
-            patch.setattr(f"geomon.monitor.monitor.{name}", lambda *given, **named: ranks())
+            patch.setattr(f"geomon.monitor.setup.{name}", lambda *given, **named: ranks())
         given = FEW | {"directory": folder, "sinks": [*sinks, self.memory]} | options
         self.monitor = Monitor(self.model, **given)
 

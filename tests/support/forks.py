@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # With one thread in the process that forks no other can hold a lock that its forks inherit.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 _NUMBER = 8  # bytes of a number that is sent
@@ -159,6 +159,7 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    sys.path[0] = str(ROOT / "tests")  # as pytest has it, and not the folder of this file
     sys.path.insert(0, str(ROOT))
     exec(sys.argv[2])
     gc.freeze()  # a program that ends need not search what was imported for garbage

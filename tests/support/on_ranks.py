@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
-from forks import Forks
-from own_errors import no_own_errors
 
 from geomon.distributed import RankGroup, find_ranks
+from support.forks import Forks
+from support.own_errors import no_own_errors
 
 LIMIT = 400.0  # seconds: a hang is a failure
 

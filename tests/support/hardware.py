@@ -1,19 +1,22 @@
-"""A pretended accelerator: tensors that say they are on a device, with numbers of the host.
+"""Pretended hardware: what torch does on a machine that is not here, and what it allocates.
 
-Code that is run on them finds what it would on a CUDA device where that matters to geomon: tensors
-of two devices cannot be mixed, numpy cannot read them, integers have no matrix products, and
-float32 products are rounded to TF32, as the user's settings can have it. Whatever waits for the
-device is counted. The device is called "meta", the one name that every build of torch knows and
-that has no numbers of its own.
+`Accelerator` is a device of its own, whose tensors have numbers of the host. Code that runs on them
+finds what it would on a CUDA device, as far as it matters to geomon: tensors of two devices cannot
+be mixed, numpy cannot read them, integers have no matrix products, and float32 products are rounded
+to TF32 if the user's settings allow it. It counts how often the host waits for the device. The
+device is called "meta", the one name that every build of torch knows and that has no numbers of its
+own. `ShortProducts` is a processor that rounds the factors of float32 products.
 """
 
+import functools
 from collections import Counter
 from typing import Any
 
 import torch
-from short_products import FIRST_FACTOR, Hardware
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+
+from geomon.capture import private
 
 DEVICE = torch.device("meta")
 aten = torch.ops.aten
@@ -24,6 +27,70 @@ _WAITS = {
     aten.unique_consecutive, aten.equal, aten.bincount,
 }  # fmt: skip
 _COPIES = {aten.copy_, aten._to_copy}
+# Products of matrices, by the place of their first factor.
+FIRST_FACTOR = {
+    aten.mm: 0, aten.bmm: 0, aten.mv: 0, aten.dot: 0, aten.vdot: 0, aten._cdist_forward: 0,
+    aten.addmm: 1, aten.addmm_: 1, aten.addmv: 1, aten.addmv_: 1, aten.baddbmm: 1, aten.baddbmm_: 1,
+}  # fmt: skip
+
+
+class Hardware(TorchDispatchMode):
+    """A mode that stands for what a machine does: geomon, which hides from modes, meets it too."""
+
+    def __enter__(self) -> Any:
+        self._top = private.top_mode
+        private.top_mode = functools.partial(_top_but_hardware, self._top)
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        private.top_mode = self._top
+
+
+def _top_but_hardware(top: Any) -> Any:
+    mode = top()
+    return None if isinstance(mode, Hardware) else mode
+
+
+class ShortProducts(Hardware):
+    """Rounds the factors of float32 products while it is entered.
+
+    A processor with matrix units does so after `torch.set_float32_matmul_precision("medium")`.
+
+    Args:
+        dtype: What factors are rounded to; None for no rounding.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = torch.bfloat16) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.rounded = 0
+
+    def __enter__(self) -> "ShortProducts":
+        if self.dtype is not None:
+            torch.set_float32_matmul_precision("medium")
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        torch.set_float32_matmul_precision("highest")
+        if hasattr(torch.backends.mkldnn, "matmul"):
+            torch.backends.mkldnn.matmul.fp32_precision = "none"  # the setting above leaves "ieee"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = FIRST_FACTOR.get(func.overloadpacket)
+        if first is not None and self.dtype is not None:
+            args = tuple(
+                self._rounded(x) if first <= place < first + 2 else x
+                for place, x in enumerate(args)
+            )
+        return func(*args, **(kwargs or {}))
+
+    def _rounded(self, factor: torch.Tensor) -> torch.Tensor:
+        if factor.dtype != torch.float32:
+            return factor
+        self.rounded += 1
+        return factor.to(self.dtype).float()
 
 
 class OnDevice(torch.Tensor):
@@ -170,3 +237,21 @@ def _tf32(values: torch.Tensor) -> torch.Tensor:
         return values
     bits = values.contiguous().view(torch.int32)
     return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+class LargestNewTensor(TorchDispatchMode):
+    """Remembers the bytes of the largest storage that an operation makes."""
+
+    def __init__(self, *inputs):
+        super().__init__()
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self.known:
+                    self.bytes = max(self.bytes, storage.nbytes())
+        return out

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from referee import check_same, rebuilt, sampled, without_fast_path
 from torch import Tensor, nn
 
 from geomon.capture import Plans, Window, find_anatomy
 from geomon.capture.snapshot import CAPTURED, Layer, Snapshot
+from support.referee import check_same, rebuilt, sampled, without_fast_path
 
 HEADS = 4
 

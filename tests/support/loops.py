@@ -8,12 +8,12 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from models import VOCABULARY, PlainDecoder, batch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from geomon import Monitor, huggingface, lightning
+from support.models import VOCABULARY, PlainDecoder, batch
 
 ROWS = torch.cat([batch(8, 32, seed=i) for i in range(24)])
 

@@ -1,5 +1,7 @@
-"""Ctrl-C at a chosen line, or a signal whose handler raises, by a trace function."""
+"""Mishaps of a run: a full disk, Ctrl-C at a chosen line, and a signal whose handler raises."""
 
+import errno
+import io
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -7,6 +9,27 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import geomon
+
+
+class FullDisk:
+    """A disk with a few free bytes: the write that exceeds them is cut short, the next refused."""
+
+    def __init__(self, monkeypatch, free: int = 0) -> None:
+        self.free = free
+        disk = self
+
+        class File(io.FileIO):
+            def write(self, content):
+                if disk.free <= 0:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                written = super().write(content[: disk.free])
+                disk.free -= written
+                return written
+
+        def opened(path, mode="r", **kwargs):
+            return File(path, "a+") if mode == "a+b" else open(path, mode, **kwargs)
+
+        monkeypatch.setattr(Path, "open", opened)
 
 
 def files(*names: str) -> set[str]:

@@ -1,8 +1,9 @@
 """A layer with every captured view, for tests that measure everything."""
 
 import torch
-from mathematics import row_additions
-from measuring import CAPTURED, Layer
+
+from support.kernels import row_additions
+from support.measuring import CAPTURED, Layer
 
 SEQUENCES, LENGTH, WIDTH, HEADS, KEY_HEADS, HEAD_WIDTH = 16, 16, 24, 4, 2, 6
 ROWS = SEQUENCES * LENGTH

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from specimens import Specimen, Stack, as_turned, built, inputs_of
 from torch import Tensor, nn
 
 from geomon.capture import Plans, Window, find_anatomy
 from geomon.capture.assemble import side_stack_name
 from geomon.capture.first_pass import attention_key
 from geomon.capture.snapshot import CAPTURED, Layer, Snapshot, source_of
+from support.specimens import Specimen, Stack, as_turned, built, inputs_of
 
 Place = tuple[str, int]  # stack and depth; depth 0 is what enters the first block
 

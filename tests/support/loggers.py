@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
-from wandb_file import Run
 
 from geomon import Logger, Memory, MLflow, Sink, TensorBoard, Trackio, WandB
+from support.wandb_file import Run
 
 
 class Shown(NamedTuple):

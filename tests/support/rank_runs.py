@@ -25,11 +25,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measuring import watching
-from models import VOCABULARY, PlainBlock, PlainDecoder, batch
-from on_ranks import run_here, write_down
-from scenario_list import SCENARIOS
-from scenarios import Scenario, Watched, check, step
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,6 +42,11 @@ from geomon.distributed import (
     merge_layers,
 )
 from geomon.metrics import Evaluator
+from support.measuring import watching
+from support.models import VOCABULARY, PlainBlock, PlainDecoder, batch
+from support.on_ranks import run_here, write_down
+from support.scenario_list import SCENARIOS
+from support.scenarios import Scenario, Watched, check, step
 
 LAYERS, LENGTH = 3, 24
 FEW = select("variance", "twonn", "within_variance", "attention_entropy", "qk_cosine")
@@ -525,7 +525,8 @@ def interrupted(ranks: RankGroup, folder: Path) -> None:
 def lightning(ranks: RankGroup, folder: Path) -> None:
     """DDP and FSDP2 (ModelParallelStrategy), accumulated batches."""
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-    from loops import ROWS, Learner, Validated, in_lightning
+
+    from support.loops import ROWS, Learner, Validated, in_lightning
 
     class Sharded(Validated):
         def configure_model(self) -> None:
@@ -603,7 +604,7 @@ def _run_page(folder: Path) -> None:
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    page = (Path(__file__).parent.parent / "docs" / "many_ranks.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "many_ranks.md").read_text()
     (block,) = [x for x in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if "lightning" in x]
     at = folder / "page"
     at.mkdir(exist_ok=True)
@@ -626,7 +627,7 @@ def _run_page(folder: Path) -> None:
 
 def trainer(ranks: RankGroup, folder: Path) -> None:
     """DDP, as torchrun starts it: the evaluation is each rank's share."""
-    from loops import ROWS, Learner, in_huggingface
+    from support.loops import ROWS, Learner, in_huggingface
 
     memory, found, held_out = Memory(), [], ROWS[:32]
     options = {

@@ -6,13 +6,13 @@ import threading
 import numpy as np
 import torch
 import torch.distributed as dist
-from full_disk import FullDisk
-from models import batch
-from scenarios import EXTRA, Scenario, probe, step
 from torch import nn
 
 from geomon import every, select
 from geomon.distributed import RankGroup, RanksLostError
+from support.mishaps import FullDisk
+from support.models import batch
+from support.scenarios import EXTRA, Scenario, probe, step
 
 NOT_SEEN = "did not run while the window was open"
 

@@ -19,10 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measuring import watching
-from mesh_places import places, slices
-from on_ranks import run_here, write_down
-from rank_runs import measured
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -44,6 +40,10 @@ from benchmarks.mesh_models import (
 from benchmarks.meshes import largest_difference, run_cell
 from geomon import Memory, Monitor, describe, every, measure, read, select
 from geomon.distributed import RankGroup
+from support.measuring import watching
+from support.mesh_places import places, slices
+from support.on_ranks import run_here, write_down
+from support.rank_runs import measured
 
 HEADS, KEY_HEADS, HEAD_WIDTH = SMALL.heads, SMALL.key_heads, SMALL.head_width
 FEW = select("variance", "twonn", "within_variance", "attention_entropy", "qk_cosine", "max_logit")
@@ -54,7 +54,7 @@ CELLS = (
     (TWO_STAGES, "GPT", 0.0),
     (MeshSpec(tensor=4), "Llama", 0.0),
 )
-PAGE = (Path(__file__).parent.parent / "docs" / "many_ranks.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "many_ranks.md").read_text()
 # Values of the last digits of a forward pass that is shared out, in one that is not.
 ROUNDING = 1e-4
 

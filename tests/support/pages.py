@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 from matplotlib.testing.compare import compare_images
-from tagged import TEXTS, raised_of, with_values
 from typer.testing import CliRunner
 
 from geomon.cli import make_app
 from geomon.record import FILE_NAME, Course, Readings, read, tags
 from geomon.record.arrays import ArrayPlace
+from support.readings import TEXTS, raised_of, with_values
 
 
 def invoke(*arguments):
