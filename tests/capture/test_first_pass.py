@@ -202,6 +202,17 @@ def test_a_dropped_layer_says_so_and_the_others_keep_their_depth():
     assert "not run in this pass although others did" in layers[2].missing["query"]
 
 
+def test_stacks_that_are_called_one_after_another_are_all_seen():
+    """A translator may call its encoder and its decoder, and nobody the model around them."""
+    model = nn.Transformer(32, 4, 2, 2, 64, dropout=0.0, batch_first=True)
+    with torch.no_grad(), window(model) as seen:
+        memory = model.encoder(torch.randn(4, 9, 32))
+        model.decoder(torch.randn(4, 7, 32), memory)
+    layers = by_place(seen.snapshot())
+    for stack in ("encoder", "decoder"):
+        assert all("hidden" in layers[stack, depth].captured for depth in range(3))
+
+
 # -- recomputation -----------------------------------------------------------------------------
 
 
