@@ -11,7 +11,6 @@ from geomon.capture.snapshot import (
     HOST,
     LAST,
     OF_THE_BATCH,
-    ROW_VIEWS,
     SOURCES,
     Layer,
     MeanLoss,
@@ -27,6 +26,8 @@ from geomon.capture.snapshot import (
     query_places,
     queue_copy,
     source_of,
+    sources_shared_by,
+    views_of,
     whole_sequences,
 )
 from geomon.capture.tap import Plans
@@ -52,7 +53,6 @@ __all__ = [
     "Part",
     "PassInfo",
     "Plans",
-    "ROW_VIEWS",
     "SOURCES",
     "Snapshot",
     "Stack",
@@ -73,7 +73,9 @@ __all__ = [
     "random_states_kept",
     "shown_name",
     "source_of",
+    "sources_shared_by",
     "unseen",
+    "views_of",
     "whole_sequences",
     "without_modes",
 ]

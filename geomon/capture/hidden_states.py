@@ -168,15 +168,15 @@ class HiddenStates:
         if form not in self._are_maps:
             self._are_maps[form] = has_width_second(rows, block, entering=entering)
         rows = rows.movedim(1, -1) if self._are_maps[form] else rows
-        return Boundary(hidden, rows, stack_pass.part_of(hidden, rows))
+        return Boundary(hidden, rows, stack_pass.selection.part_of(hidden, rows))
 
     def _copy(self, stack_pass: StackPass, states: Boundary) -> SampledRows | None:
         """Copy the sampled rows of hidden states; None if they cannot be read."""
         if states.part is None:
             return None
-        draw = stack_pass.draw(
+        draw = stack_pass.selection.draw(
             states.part, states.rows, self.stream, with_last=self._keeps_last
-        )  # fmt: skip
+        )
         return draw.copy(states.rows)
 
     def enter(

@@ -62,7 +62,7 @@ def once(method: Method) -> Method:
 
 
 class KnownTokens:
-    """What is known of the tokens of a pass at one time.
+    """Everything known of the tokens of a pass at one time.
 
     Args:
         shape: Shape of the hidden states that entered the first block, without the width.
@@ -143,6 +143,12 @@ class KnownTokens:
         """Shape of the first hidden states, or of their tokens if each token has several rows."""
         streams = self._streams(self.shape)
         return self.shape if streams is None else streams[0]
+
+    @property
+    @once
+    def inverted_mask(self) -> str | None:
+        """Error text if a mask marks as tokens exactly what attention hides, else None."""
+        return self.padding.contradiction(self.batch)
 
     @property
     def _turned(self) -> bool:
@@ -332,6 +338,11 @@ class PassTokens:
         """Remember the shape of the first hidden states, without the width."""
         self.shape = shape
         self.ids.begin()
+
+    def unfolded(self, shape: Shape) -> Shape:
+        """Return the shape of rows where they enter the stack, in case a block flattens them."""
+        flattened = shape != self.shape[::-1] and math.prod(shape) == math.prod(self.shape)
+        return self.shape if flattened else shape
 
     def known(self, attended: Sequence[Shape] = (), begins: Tensor | None = None) -> KnownTokens:
         """Return what is known by now, and from attention if the pass is over."""

@@ -52,7 +52,7 @@ def render(runs: Runs) -> str:
             {
                 "section": section,
                 "title": title[:1].upper() + title[1:],
-                "wide": " wide" * (section == "lead" or title in (OTHERS, BEFORE)),
+                "wide": " wide" if section == "lead" or title in (OTHERS, BEFORE) else "",
                 "healthy": healthy,
                 "name": f"chart-{place}",
                 "choices": [name for name, *_ in chart.layout.meta or ()],
