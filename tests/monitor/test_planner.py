@@ -540,6 +540,12 @@ def test_connected_ranks_follow_the_first_rank_and_meet_when_it_says():
     assert group.met == [0, 5, 8, 15, 22, 29]
 
 
+def test_connected_ranks_meet_about_an_owed_reading_when_the_first_rank_says():
+    group = SecondRank({})  # the reading of step 0 is put off again and again
+    assert read_at(planner_of(every(100), budget=0.05, group=group), range(30)) == []
+    assert group.met == [0, 7, 14, 21, 28]
+
+
 def test_a_connected_rank_reads_nothing_alone_after_an_alert():
     planner = planner_of(budget=0.05, group=SecondRank({0: (True, 5)}))
     read_at(planner, range(30))
