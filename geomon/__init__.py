@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from geomon.description import describe
     from geomon.metrics import METRICS, MORE_METRICS, Metric, at_last, select
     from geomon.monitor import Monitor, every, log_spaced
+    from geomon.note_kinds import NoteKind
     from geomon.one_shot import geometry, measure
     from geomon.record import Memory, MetricText, Reading, Readings, Sink, read
     from geomon.show import Logger, MLflow, TensorBoard, Trackio, WandB
@@ -28,6 +29,7 @@ __all__ = [
     "Metric",
     "MetricText",
     "Monitor",
+    "NoteKind",
     "Phase",
     "Reading",
     "Readings",
@@ -57,6 +59,7 @@ _MODULES = {
     "Metric": "metrics",
     "MetricText": "record",
     "Monitor": "monitor",
+    "NoteKind": "note_kinds",
     "Phase": "analysis",
     "Reading": "record",
     "Readings": "record",

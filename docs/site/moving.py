@@ -25,12 +25,14 @@ def frames() -> list[Image.Image]:
         content = lzma.decompress((HERE / "example.jsonl.xz").read_bytes())
         (Path(folder) / "readings.jsonl").write_bytes(content)
         readings = read(folder)
-    limits = [(axes.get_xlim(), axes.get_ylim()) for axes in geometry_figure(readings).axes]
+    last = geometry_figure(readings).axes
     drawn = []
     for end in range(3, len(readings) + 1, 2):
         figure = geometry_figure(replace(readings, readings=readings.readings[:end]))
-        for axes, (across, up) in zip(figure.axes, limits, strict=False):
-            axes.set(xlim=across, ylim=up)
+        for axes, final in zip(figure.axes, last, strict=False):
+            axes.set(xlim=final.get_xlim(), ylim=final.get_ylim())
+            axes.set_xticks(final.get_xticks(), final.get_xticklabels())
+            axes.set_xlim(final.get_xlim())
         picture = io.BytesIO()
         figure.savefig(picture, dpi=100)
         frame = Image.open(picture).convert("RGB")

@@ -107,13 +107,13 @@ def compare(
         ValueError: If a run was not read at its given step; without given steps, if the runs lack
             values at near steps, or have them only at step 0.
     """
-    runs = [{reading.step: reading for reading in single_source(run)} for run in (first, second)]
+    runs = [_by_step(run) for run in (first, second)]
     if steps is not None:
         _check_read(runs, steps)
     compared: list[Difference] = []
-    for quantity in quantities_of(first).values():
-        curves = (quantity.curve(run.values()) for run in runs)
-        if _is_compared(quantity) and (at := steps or _last_near(*(x.steps for x in curves))):
+    for quantity in filter(_is_compared, quantities_of(first).values()):
+        curves = [quantity.curve(run.values()) for run in runs]
+        if at := steps or _last_near(curves[0].steps, curves[1].steps):
             compared += _differences(quantity, runs[0][at[0]], runs[1][at[1]])
     is_trained = min(max(run, default=0) for run in runs) > 0
     is_late = any(each.step for each in compared)
@@ -123,6 +123,10 @@ def compare(
             "of each run (--steps A:B), or compare runs of the same schedule"
         )
     return compared
+
+
+def _by_step(readings: Readings) -> dict[int, Reading]:
+    return {reading.step: reading for reading in single_source(readings)}
 
 
 def _check_read(runs: Sequence[Mapping[int, Reading]], steps: Sequence[int]) -> None:

@@ -421,7 +421,7 @@ class MonitorOptions(TypedDict, total=False):
         Sequence[str],
         Option(
             tuple(RULES),
-            "Names of the alerts to look for, as in `geomon.analysis.alerts.RULES`; () for none. "
+            "Names of the alerts to look for, as in `geomon.analysis.RULES`; () for none. "
             "An alert is a line of the record and a warning, and goes to every logger, at once.",
             _check_alerts,
             group="Alerts",

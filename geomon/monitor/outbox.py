@@ -7,6 +7,7 @@ recorded, printed and shown as soon as it is seen.
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from geomon.failures import failures
@@ -73,6 +74,15 @@ class Outbox:
     def add_loggers(self, sinks: Sequence[Sink]) -> None:
         """Add sinks that are called in the training's own thread, without a time limit."""
         self._writer.sinks.add_loggers(sinks)
+
+    @property
+    def path(self) -> Path | None:
+        """Path of the record; None if nothing is recorded, and on other ranks."""
+        return self._writer.path
+
+    def check_alone(self) -> None:
+        """Raise ValueError if a later monitor of this program records in the same folder."""
+        self._writer.check_alone()
 
     def begin(self, step: int, description: dict[str, Any]) -> int:
         """Open the record at a first step, or when training goes back; return the earlier readings.

@@ -12,6 +12,7 @@ from geomon.capture import (
     TensorPlace,
     Window,
     derive_seed,
+    explain_missing,
     extra_pass,
     extra_passes,
 )
@@ -71,6 +72,7 @@ class Passes:
         self._passes_before = extra_passes()  # of this process, before the last window
         self._open: tuple[Window, int] | None = None  # the window that is open, and its step
         self._shard = TensorPlace(group.own.shard, group.own.shards)
+        self._is_verified = False  # whether the first pass was looked at for missing views
 
     @property
     def what_stays_changed(self) -> Note | None:
@@ -113,6 +115,17 @@ class Passes:
             return window.snapshots(device, wait=not self._in_background)
         finally:
             window.release()
+
+    def missing_views(self, snapshot: Snapshot) -> str | None:
+        """Say what the first pass with a snapshot lacks although it should have it, or None.
+
+        In strict mode, which fails for it, the next pass counts as the first one again.
+        """
+        if self._is_verified or snapshot.is_empty:
+            return None
+        missing = explain_missing(snapshot, self._views)
+        self._is_verified = missing is None or not self._options["strict"]
+        return missing
 
     def pause(self) -> None:
         """Let the open window see nothing for a while, and leave nothing on the model.

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 from geomon.analysis import alert_opening
@@ -25,6 +26,16 @@ class RunWriter:
 
     def __init__(self, record: Record | None, sinks: SinkCalls, warnings: Warnings) -> None:
         self._record, self.sinks, self._warnings = record, sinks, warnings
+
+    @property
+    def path(self) -> Path | None:
+        """Path of the record, or None."""
+        return None if self._record is None else self._record.path
+
+    def check_alone(self) -> None:
+        """Raise ValueError if another monitor of this program writes the record too."""
+        if self._record is not None:
+            self._record.check_alone()
 
     def begin(self, step: int, description: dict[str, Any]) -> Readings:
         """Open the record at a step; return the earlier readings on the branch that goes on."""

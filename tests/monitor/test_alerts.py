@@ -106,6 +106,12 @@ def test_a_run_that_is_taken_up_again_goes_on_where_it_was(tmp_path):
         assert [alert.step for alert in read(tmp_path / str(cut)).alerts] == [256, 1024]
 
 
+def test_a_run_that_goes_back_to_its_first_step_begins_its_phases_anew():
+    phases = []
+    follow([*COURSE[:3], *COURSE[:3]], on_phase=phases.append)
+    assert names(phases) == ["level", "level"]
+
+
 @pytest.mark.parametrize(("hook", "calls"), [("on_alert", 2), ("on_phase", 3)])
 def test_a_function_that_raises_is_one_warning_and_the_run_goes_on(caplog, hook, calls):
     called = []
