@@ -139,6 +139,13 @@ def test_the_note_on_a_metric_that_failed_is_an_error_and_that_on_an_unseen_view
     }  # fmt: skip
 
 
+def test_the_mean_needs_no_note_of_its_own_if_a_layer_failed():
+    evaluator = Evaluator(check_metrics({"m": fails_at_two}), 1, explains=True)
+    found = evaluator.evaluate(snapshot(*FOUR).layers, 4)
+    assert math.isnan(found.stacks[""]["m"].mean)
+    assert [note.words() for note in found.notes] == ["m, layer 2: two"]
+
+
 def test_a_strict_evaluation_raises():
     with pytest.raises(ValueError, match="two"):
         values({"m": fails_at_two}, snapshot(*FOUR), strict=True)
