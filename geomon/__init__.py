@@ -13,11 +13,10 @@ if TYPE_CHECKING:
     from geomon.description import describe
     from geomon.metrics import METRICS, MORE_METRICS, Metric, at_last, select
     from geomon.monitor import Monitor, every, log_spaced
+    from geomon.note_kinds import NoteKind
     from geomon.one_shot import geometry, measure
-    from geomon.record import Reading, Readings, Sink, read
-    from geomon.record.columns import MetricText
-    from geomon.record.sinks import Memory
-    from geomon.show.loggers import Logger, MLflow, TensorBoard, Trackio, WandB
+    from geomon.record import Memory, MetricText, Reading, Readings, Sink, read
+    from geomon.show import Logger, MLflow, TensorBoard, Trackio, WandB
     from geomon.sweep import Checkpoint, scan
 
 __all__ = [
@@ -30,6 +29,7 @@ __all__ = [
     "Metric",
     "MetricText",
     "Monitor",
+    "NoteKind",
     "Phase",
     "Reading",
     "Readings",
@@ -51,21 +51,22 @@ __all__ = [
 
 _MODULES = {
     "Checkpoint": "sweep",
-    "Logger": "show.loggers",
+    "Logger": "show",
     "METRICS": "metrics",
-    "MLflow": "show.loggers",
+    "MLflow": "show",
     "MORE_METRICS": "metrics",
-    "Memory": "record.sinks",
+    "Memory": "record",
     "Metric": "metrics",
-    "MetricText": "record.columns",
+    "MetricText": "record",
     "Monitor": "monitor",
+    "NoteKind": "note_kinds",
     "Phase": "analysis",
     "Reading": "record",
     "Readings": "record",
     "Sink": "record",
-    "TensorBoard": "show.loggers",
-    "Trackio": "show.loggers",
-    "WandB": "show.loggers",
+    "TensorBoard": "show",
+    "Trackio": "show",
+    "WandB": "show",
     "at_last": "metrics",
     "describe": "description",
     "every": "monitor",

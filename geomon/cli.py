@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from geomon.advice import to_install
-from geomon.record.printable import printable
-from geomon.show.commands import add_commands, exit_on_bad_input
+from geomon.record import printable
+from geomon.show import add_commands, exit_on_bad_input
 from geomon.version import __version__
 
 if TYPE_CHECKING:

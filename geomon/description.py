@@ -7,16 +7,26 @@ from typing import Any
 
 from torch import nn
 
-from geomon.capture import Window, extra_pass
-from geomon.capture.anatomy import CROSS, Anatomy, Attention, Block, Stack, shown_name
-from geomon.capture.model_parts import ModelParts
-from geomon.capture.shards import TensorPlace
-from geomon.capture.snapshot import CAPTURED, HOST, Layer, explain_missing, source_of
-from geomon.distributed import find_ranks
-from geomon.distributed.mesh import RankPlace, find_place
-from geomon.metrics import searched_by
-from geomon.metrics.oddities import odd_layers
-from geomon.record.printable import printable
+from geomon.capture import (
+    CAPTURED,
+    CROSS,
+    HOST,
+    Anatomy,
+    Attention,
+    Block,
+    Layer,
+    ModelParts,
+    Stack,
+    TensorPlace,
+    Window,
+    explain_missing,
+    extra_pass,
+    shown_name,
+    source_of,
+)
+from geomon.distributed import RankPlace, find_place, find_ranks
+from geomon.metrics import odd_layers, searched_by
+from geomon.record import printable
 
 # Words for the routes of `geomon.capture.tap`.
 ROUTES = {
@@ -197,28 +207,52 @@ def _hidden(stack: Stack, depth: int | None) -> str:
 def _attention_rows(
     stack: Stack, blocks: list[Block], seen: "_SeenModel | None", indent: str, label: str
 ) -> list[_Row]:
-    indices = [(block, block.attention_index(label)) for block in blocks]
-    found = [block.attentions[index] for block, index in indices if index is not None]
+    """Describe the attentions with a label in the blocks of a stack that have one."""
+    found = _attentions_with(label, blocks)
     modules = max((len(block.attention_indices(label)) for block in blocks), default=1)
-    few = len(blocks) < len(stack.blocks)
-    some = f"in {len(blocks)} of {len(stack.blocks)} blocks, " if few else ""
-    if label in ("", CROSS):
-        named = "cross-attention" if label else "attention"
-    else:
-        named, some = "further attention", f"{label}: {some}"
     routes = seen.routes(stack, label) if seen else set()
     heads = _heads(seen.heads(stack, label) if seen else set(), modules)
+    title, where = f"{indent}{_attention_title(label)}", _where_attention_is(stack, blocks, label)
     if not routes and not (found and seen is None):
-        reason = _NOT_SEEN if found else _NAME_ALONE if seen is None else _NOT_ATTENTION
-        return [(f"{indent}{named}", f"{some}{heads}{reason}")]
+        return [(title, f"{where}{heads}{_why_no_attention(found, seen)}")]
     words = " or ".join(ROUTES.get(route, _UNKNOWN) for route in sorted(routes))
-    if label not in ("", CROSS) and seen is not None and seen.attends_elsewhere(stack, label):
-        some += "to keys of another source, "
+    if _is_further(label) and seen is not None and seen.attends_elsewhere(stack, label):
+        where += "to keys of another source, "
     projected = seen is not None and seen.projects(stack, label)
     return [
-        (f"{indent}{named}", f"{some}{heads}{words or _AS_IT_RUNS}"),
+        (title, f"{where}{heads}{words or _AS_IT_RUNS}"),
         (f"{indent}Q, K projected", _projections(found, seen=seen is not None, found=projected)),
     ]
+
+
+def _attentions_with(label: str, blocks: Iterable[Block]) -> list[Attention]:
+    indices = [(block, block.attention_index(label)) for block in blocks]
+    return [block.attentions[index] for block, index in indices if index is not None]
+
+
+def _is_further(label: str) -> bool:
+    """Whether a label names an attention beside self-attention and cross-attention."""
+    return label not in ("", CROSS)
+
+
+def _attention_title(label: str) -> str:
+    if _is_further(label):
+        return "further attention"
+    return "cross-attention" if label else "attention"
+
+
+def _where_attention_is(stack: Stack, blocks: list[Block], label: str) -> str:
+    """Name a further attention, and say which share of the blocks has it if not all do."""
+    few = len(blocks) < len(stack.blocks)
+    some = f"in {len(blocks)} of {len(stack.blocks)} blocks, " if few else ""
+    return f"{label}: {some}" if _is_further(label) else some
+
+
+def _why_no_attention(found: list[Attention], seen: "_SeenModel | None") -> str:
+    """Say why a module is named attention although none was seen or found in it."""
+    if found:
+        return _NOT_SEEN
+    return _NAME_ALONE if seen is None else _NOT_ATTENTION
 
 
 def _heads(counts: set[tuple[int, int]], modules: int) -> str:

@@ -15,11 +15,8 @@ from typing import Any, Unpack
 
 from geomon.advice import lacks, to_install
 from geomon.monitor import CallbackOptions, CallbackSession, documented
-from geomon.record import Sink
-from geomon.record.headline import Detail
-from geomon.record.sinks import LoggerSink
-from geomon.record.tags import LOSS
-from geomon.show.loggers import MLflow, TensorBoard, WandB
+from geomon.record import LOSS, Detail, LoggerSink, Sink
+from geomon.show import MLflow, TensorBoard, WandB
 
 try:
     from transformers import TrainerCallback

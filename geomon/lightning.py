@@ -16,11 +16,8 @@ import torch
 
 from geomon.advice import lacks, to_install
 from geomon.monitor import CallbackOptions, CallbackSession, documented
-from geomon.record import Sink
-from geomon.record.headline import Detail, without_layers
-from geomon.record.sinks import LoggerSink
-from geomon.record.tags import LOSS
-from geomon.show.loggers import BoardPages, WandB
+from geomon.record import LOSS, Detail, LoggerSink, Sink, without_layers
+from geomon.show import BoardPages, WandB
 
 _PACKAGES = ("lightning", "pytorch_lightning")
 _STATE = "geomon"  # key of the newest headline values in checkpoints

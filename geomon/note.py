@@ -14,10 +14,11 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     """A remark for the reader of the numbers.
 
     Attributes:
-        kind: Subject of the note; the log has one line of each kind.
+        kind: A `NoteKind`, or the name of the rule of an alert.
         text: The sentence. If there are layers or numbers, a `str.format` template where `{where}`
             is replaced by the layers, and the name of a number by that number.
         more: Details that follow the sentence, such as advice; a template too. Defaults to "".
+        about: What tells notes of one kind apart, such as the name of a module. Defaults to "".
         stack: Name of the stack of blocks; "" if the model has only one.
         layers: Indices of the layers.
         heads: (layer, head) pairs.
@@ -45,6 +46,12 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     is_error: bool = False
     is_odd: bool = False
     more: str = ""
+    about: str = ""
+
+    @property
+    def key(self) -> str:
+        """What equal notes of several readings, ranks or batches share: the log has one line."""
+        return ": ".join(filter(None, (self.stack, self.kind, self.about)))
 
     @property
     def is_alert(self) -> bool:

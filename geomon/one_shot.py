@@ -9,22 +9,25 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from geomon.analysis.numbers import significant
+from geomon.analysis import significant
 from geomon.array_input import as_labels, as_rows
-from geomon.capture import Window, derive_seed, extra_pass, find_anatomy
-from geomon.capture.shards import TensorPlace
-from geomon.capture.snapshot import (
+from geomon.capture import (
     Layer,
     NotSeenError,
+    TensorPlace,
+    Window,
     check_extra_layers,
+    derive_seed,
     explain_missing,
+    extra_pass,
+    find_anatomy,
 )
-from geomon.distributed.mesh import find_place
+from geomon.distributed import find_place
 from geomon.metrics import METRICS, Evaluator, Metric, check_metrics
 from geomon.monitor import check_count, measure_alone
 from geomon.note import Note
-from geomon.record import tags
-from geomon.record.columns import places_of, tagged
+from geomon.note_kinds import NoteKind
+from geomon.record import places_of, tagged, tags
 
 _LAYER = 1
 
@@ -250,15 +253,18 @@ def _notes_on_rows(given: int, finite: int, size: int, splits: int) -> list[Note
     """Say which rows were left out, and whether there were fewer than asked for."""
     notes = []
     if finite < given:
-        kind = "rows that are not finite were left out"
         numbers = {"lost": given - finite, "rows": given}
-        notes.append(Note("rows not finite", f"{{lost}} of {{rows}} {kind}", numbers=numbers))
+        text = "{lost} of {rows} rows that are not finite were left out"
+        notes.append(Note(NoteKind.ROWS_NOT_FINITE, text, numbers=numbers))
     if finite < size:
-        kind = "fewer rows than tokens asks for"
-        notes.append(Note(kind, f"{finite} rows, {kind} ({size}): TwoNN depends on that number"))
+        numbers = {"rows": finite, "asked": size}
+        text = (
+            "{rows} rows, fewer rows than tokens asks for ({asked}): TwoNN depends on that number"
+        )
+        notes.append(Note(NoteKind.FEW_ROWS, text, numbers=numbers))
     elif finite > size * splits:
-        kind = "rows beyond the last full split were left out"
-        notes.append(Note(kind, f"{finite - size * splits} {kind}"))
+        text = f"{finite - size * splits} rows beyond the last full split were left out"
+        notes.append(Note(NoteKind.ROWS_BEYOND_SPLITS, text))
     return notes
 
 

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 
 from geomon import METRICS, MORE_METRICS, Monitor, every, read
 from geomon.cli import make_app
-from geomon.monitor import CallbackOptions
 from support.models import VOCABULARY, transformer
 
 ROOT = Path(__file__).parent.parent
@@ -147,13 +146,6 @@ def test_the_metrics_are_counted():
     count = len(METRICS | MORE_METRICS)
     for page in (README, (ROOT / "CHANGELOG.md").read_text()):
         assert f"{count} metrics, {len(METRICS)} " in page
-
-
-def test_every_option_has_a_line_on_its_page():
-    text = (ROOT / "docs" / "options.md").read_text()
-    named = {name for row in re.findall(r"^\|(.*?)\|", text, re.MULTILINE)
-             for name in re.findall(r"`(\w+)`", row)}  # fmt: skip
-    assert named == CallbackOptions.__optional_keys__
 
 
 @of_pages

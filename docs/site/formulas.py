@@ -11,7 +11,7 @@ _RANK = r"\exp\Big(-\sum_j p_j \log p_j\Big), \quad p_j = \frac{\lambda_j}{\sum_
 _SHARE = r"\frac{\lambda_1}{\sum_j \lambda_j}"
 _TWONN = (
     r"-\log(1 - F(\mu_i)) \approx d \, \log \mu_i, \quad \mu_i = \frac{r_{i,2}}{r_{i,1}}, \quad "
-    r"\text{fitted to the smallest 90 \% of the } \mu_i"
+    r"\text{fitted to the smallest 90 % of the } \mu_i"
 )
 _COSINE = r"\frac{1}{N(N-1)} \sum_{i \neq j} \frac{x_i \cdot x_j}{\|x_i\| \, \|x_j\|}"
 _TYPES = r"\text{types } t \text{ with means } m_t"

@@ -18,10 +18,11 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(Path(__file__).parent))
 
+from diagram import draw as diagram  # noqa: E402
 from formulas import FORMULAS, FUNCTIONS  # noqa: E402
 
 from geomon import METRICS, MORE_METRICS, read  # noqa: E402
-from geomon.show.figures import draw, save  # noqa: E402
+from geomon.show import draw, save  # noqa: E402
 
 # Files of the repository that become pages, by the page.
 PAGES = {
@@ -38,6 +39,7 @@ PAGES = {
 _PAGE_OF = {source: page for page, source in PAGES.items()}
 # Links of Markdown and their targets; pictures too.
 _LINK = re.compile(r"(!?)\[([^\[\]]*(?:\[[^\]]*\][^\[\]]*)*)\]\(([^)\s]+)\)")
+_MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 _FENCE = re.compile(r"(^```.*?^```$)", flags=re.MULTILINE | re.DOTALL)
 _KERNELS = sorted(
     path.stem for path in ROOT.glob("geomon/kernels/*.py") if not path.stem.startswith("_")
@@ -98,9 +100,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Turn links between files of the repository into links between pages, or into their names."""
+    """Turn links between files into links between pages or into names, and draw flowcharts."""
     source = PAGES.get(page.file.src_uri, f"docs/{page.file.src_uri}")
-    parts = _FENCE.split(markdown)
+    drawn = _MERMAID.sub(lambda found: diagram(found[1]), markdown)
+    parts = _FENCE.split(drawn)
     parts[::2] = [
         _LINK.sub(lambda found: _link(found, source, page.file.src_uri), part)
         for part in parts[::2]

@@ -16,18 +16,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from geomon.analysis.bands import (
+    LOSS,
     QUIET,
     SCATTER,
     SCATTER_READINGS,
-    WATCHED,
     BandFindings,
     Bands,
     Departure,
+    rule_of,
 )
-from geomon.analysis.resume import KEPT, LOSS, Change, compare_resumed
+from geomon.analysis.resume import KEPT, Change, compare_resumed
 from geomon.note import Note
-from geomon.record import Course, RaisedAlert, Reading, Readings
-from geomon.record.columns import Column, Place
+from geomon.note_kinds import NoteKind
+from geomon.record import Column, Course, Place, RaisedAlert, Reading, Readings
 
 # Entropy of a head, relative to uniform attention, below which nearly all attention is on one key,
 # and the share of a stack's heads above which that is a collapse, if they are in several layers.
@@ -239,7 +240,7 @@ def _left_band(reading: Reading, stack: str, bands: BandFindings) -> Finding | N
         return None
     first = bands.left[0]
     others = [
-        f"at step {left.step:,} " * (left.step > before.step) + _words_of(left.place)
+        (f"at step {left.step:,} " if left.step > before.step else "") + _words_of(left.place)
         for before, left in itertools.pairwise(bands.left)
     ]
     numbers: _Numbers = {
@@ -322,7 +323,9 @@ def _rank_collapse(reading: Reading, stack: str, bands: BandFindings) -> Finding
 
 def _not_finite(reading: Reading, stack: str, bands: BandFindings) -> Finding | None:
     lost = [
-        note for note in reading.notes if note.kind == "rows not finite" and note.stack == stack
+        note
+        for note in reading.notes
+        if note.kind == NoteKind.ROWS_NOT_FINITE and not note.about and note.stack == stack
     ]
     if not lost:
         return None
@@ -347,7 +350,7 @@ _ATTENTION = "look at the learning rate, and at the norms of the queries and key
 _FIXED = ("rank_collapse", "logit_growth", "entropy_collapse")
 
 # Kinds of notes on layers that compute something else than the others.
-_OF_FUNCTION = ("keys after the query", "another scale of the scores", "equal heads")
+_OF_FUNCTION = (NoteKind.LATER_KEYS, NoteKind.OTHER_SCALE, NoteKind.EQUAL_HEADS)
 
 # Most serious first, the order in which pages list the alerts of a run.
 RULES: Mapping[str, AlertRule] = {
@@ -446,6 +449,97 @@ RULES: Mapping[str, AlertRule] = {
 }
 
 
+class _News:
+    """Findings that were said, so that only a new or a worse one is said again.
+
+    Findings are told apart by the name of their rule and their stack.
+    """
+
+    def __init__(self) -> None:
+        self._said: dict[tuple[str, str], Finding] = {}  # the largest
+        self._quiet: dict[tuple[str, str], int] = {}  # readings since the last finding
+
+    def add(self, key: tuple[str, str], rule: AlertRule, found: Finding | None) -> bool:
+        """Whether a finding is the first of its kind, or worse than what was said before."""
+        quiet = self._quiet.get(key, 0)
+        self._quiet[key] = 0 if found else quiet + 1
+        if not found:
+            return False
+        said = self._said.get(key)
+        # After a quiet time it is another event; else it has to be four times as large.
+        is_other = said is not None and rule.passes is not None and quiet >= rule.passes
+        is_more = said is None or found.size >= _AGAIN * said.size
+        if not (is_more or (is_other and said is not None and _is_worse(found, said))):
+            return False
+        self._said[key] = found
+        return True
+
+
+class _SeenBatches:
+    """Batches of the training's forward passes, to notice one that comes again."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, int] = {}  # first step with a batch, last batches last
+        self._last: tuple[str, int] | None = None  # last batch, and its step
+        self._repeats = 0  # batches that came again
+        self._resumes = False  # whether the batches so far are of earlier starts
+
+    def resume(self) -> None:
+        """Note that the batches so far are of earlier starts of the run."""
+        self._resumes = True
+
+    def add(self, reading: Reading) -> Finding | None:
+        """Look for a batch that came at the last look too, or before a resume.
+
+        Data may be passed through again, so a batch counts only if the last look was the first to
+        see it, and another batch came before.
+        """
+        batch = reading.batch
+        if not batch or reading.source == "probe":
+            return None
+        before = self._steps.setdefault(batch, reading.step)
+        repeats = (batch, before) == self._last
+        is_repeat = len(self._steps) > 1 and (repeats or self._resumes) and before < reading.step
+        self._last, self._resumes = (batch, reading.step), False
+        if len(self._steps) > _BATCHES:
+            self._steps.pop(next(iter(self._steps)))
+        if not is_repeat:
+            return None
+        self._repeats += 1
+        return Finding(self._repeats, {"before": before})
+
+
+class _EarlierStarts:
+    """Readings of earlier starts of a run, until the first reading of this one is compared."""
+
+    def __init__(self) -> None:
+        self._origins: dict[str, Reading] = {}  # the first reading, by source
+        self._last: defaultdict[str, deque[Reading]] = defaultdict(lambda: deque(maxlen=KEPT))
+        self._given_up: dict[tuple[str, int], Reading] = {}  # by source and step
+
+    def add(self, reading: Reading) -> None:
+        """Add a reading of a later step than the ones before."""
+        self._origins.setdefault(reading.source, reading)
+        self._last[reading.source].append(reading)
+
+    def give_up(self, readings: Sequence[Reading]) -> None:
+        """Add the readings of branches that were given up, the last branch last."""
+        self._given_up = {(reading.source, reading.step): reading for reading in readings}
+
+    def compare(self, reading: Reading) -> list[Alert]:
+        """Return the alert on the first reading of a source after a resume."""
+        earlier = self._last.pop(reading.source, None)
+        if earlier is None:
+            return []
+        origin = self._origins.pop(reading.source)
+        rows = [*([] if earlier[0] is origin else [origin]), *earlier]
+        twin = self._given_up.pop((reading.source, reading.step), None)
+        found = compare_resumed(rows, reading, twin)
+        if not found.changes:
+            return []
+        return [_of_resume(reading.step, found.step, found.changes, is_fresh=found.is_fresh)]
+
+
 class AlertWatch:
     """Raises the alerts of a run, reading by reading.
 
@@ -476,17 +570,9 @@ class AlertWatch:
         self._rules = {name: RULES[name] for name in names}
         # By source (other tokens have other values) and stack.
         self._bands: dict[tuple[str, str], Bands] = {}
-        self._said: dict[tuple[str, str], Finding] = {}  # the largest, by name and stack
-        self._quiet: dict[tuple[str, str], int] = {}  # readings since the last finding
         self._begun: set[str] = set()  # sources that have had a reading
-        self._batches: dict[str, int] = {}  # first step with a batch, last batches last
-        self._last_batch: tuple[str, int] | None = None  # and its step
-        self._repeats = 0  # batches that came again
-        self._resumes = False  # whether the readings so far are of earlier starts
-        # The first and the last readings of earlier starts, until they are compared, by source.
-        self._origins: dict[str, Reading] = {}
-        self._earlier: defaultdict[str, deque[Reading]] = defaultdict(lambda: deque(maxlen=KEPT))
-        self._given_up: dict[tuple[str, int], Reading] = {}  # by source and step
+        self._news, self._batches = _News(), _SeenBatches()
+        self._earlier = _EarlierStarts()
         self.asks_again = False
 
     def recall(self, reading: Reading) -> None:
@@ -496,9 +582,9 @@ class AlertWatch:
             reading: A reading of a later step than the ones before.
         """
         self._look(reading)
-        self._resumes = True
-        self._origins.setdefault(reading.source, reading)
-        self._earlier[reading.source].append(reading)
+        self._batches.resume()
+        if "changed_at_resume" in self._rules:
+            self._earlier.add(reading)
 
     def recall_given_up(self, readings: Sequence[Reading]) -> None:
         """Remember readings of branches that were given up, to which the next ones can be compared.
@@ -506,7 +592,7 @@ class AlertWatch:
         Args:
             readings: The readings; the last branch comes last.
         """
-        self._given_up = {(reading.source, reading.step): reading for reading in readings}
+        self._earlier.give_up(readings)
 
     def add(self, reading: Reading) -> list[Alert]:
         """Process the next reading, and return the alerts that it raises.
@@ -514,73 +600,54 @@ class AlertWatch:
         Args:
             reading: A reading of a later step than the ones before.
         """
-        return [*self._compare(reading), *self._look(reading)]
-
-    def _compare(self, reading: Reading) -> list[Alert]:
-        """Return the alert on the first reading of a source after a resume."""
-        earlier = self._earlier.pop(reading.source, deque())
-        if "changed_at_resume" not in self._rules or not earlier:
-            return []
-        origin = self._origins.pop(reading.source)
-        rows = [*([] if earlier[0] is origin else [origin]), *earlier]
-        twin = self._given_up.pop((reading.source, reading.step), None)
-        found = compare_resumed(rows, reading, twin)
-        if not found.changes:
-            return []
-        return [_of_resume(reading.step, found.step, found.changes, is_fresh=found.is_fresh)]
+        return [*self._earlier.compare(reading), *self._look(reading)]
 
     def _look(self, reading: Reading) -> list[Alert]:
         """Look for everything but what a resume changed."""
-        stacks = dict.fromkeys([*reading.stacks, *(note.stack for note in reading.notes)])
         # A check and a reading of one rank look at the same pass.
         alone = reading.source == "inline" and reading.world_size == 1
         source = "check" if alone else reading.source
-        first = source not in self._begun
+        is_first = source not in self._begun
         self._begun.add(source)
-        own = {
-            stack: self._bands.setdefault((source, stack), Bands(stack))
-            for stack in stacks
-            if not self._rules.keys().isdisjoint({"left_band", "scatter_growth"})
-        }
-        bands = {stack: own[stack].add(reading) if own else BandFindings() for stack in stacks}
+        stacks = dict.fromkeys([*reading.stacks, *(note.stack for note in reading.notes)])
+        bands = {stack: self._compare(reading, source, stack) for stack in stacks}
         is_watched = "left_band" in self._rules
-        self.asks_again = is_watched and any(found.is_strange for found in bands.values())
+        self.asks_again = is_watched and any(each.is_strange for each in bands.values())
         alerts = []
         for (name, rule), stack in itertools.product(self._rules.items(), stacks):
             if rule.find is not None:
                 found = rule.find(reading, stack, bands[stack])
-                is_news = self._is_news((name, stack), rule, found)
-                if found and is_news and not (first and rule.may_begin):
+                is_news = self._news.add((name, stack), rule, found)
+                if found and is_news and not (is_first and rule.may_begin):
                     left = bands[stack].left if is_watched else []
-                    courses = tuple(own[stack].course(one.place) for one in left[:_COURSES])
-                    alerts.append(
-                        Alert(
-                            name, reading.step, stack, found.layers, found.heads, found.numbers,
-                            _advice(name, left), courses if name == "left_band" else (),
-                        )
-                    )  # fmt: skip
+                    alerts.append(self._alert(name, reading.step, (source, stack), found, left))
         return alerts + self._same_batch(reading)
 
-    def _same_batch(self, reading: Reading) -> list[Alert]:
-        """Return the alert on a batch that came at the last look too, or before a resume.
+    def _compare(self, reading: Reading, source: str, stack: str) -> BandFindings:
+        """Compare the values of a stack with their bands, if a rule wants them."""
+        if self._rules.keys().isdisjoint({"left_band", "scatter_growth"}):
+            return BandFindings()
+        return self._bands.setdefault((source, stack), Bands(stack)).add(reading)
 
-        Data may be passed through again, so a batch counts only if the last look was the first to
-        see it, and another batch came before.
-        """
-        batch = reading.batch
-        if not batch or reading.source == "probe":
-            return []
-        before = self._batches.setdefault(batch, reading.step)
-        repeats = (batch, before) == self._last_batch
-        is_repeat = len(self._batches) > 1 and (repeats or self._resumes) and before < reading.step
-        self._last_batch, self._resumes = (batch, reading.step), False
-        if len(self._batches) > _BATCHES:
-            self._batches.pop(next(iter(self._batches)))
-        if not is_repeat:
-            return []
-        self._repeats += 1
-        found = Finding(self._repeats, {"before": before})
-        if not self._is_news(("same_batch", ""), RULES["same_batch"], found):
+    def _alert(
+        self,
+        name: str,
+        step: int,
+        key: tuple[str, str],
+        found: Finding,
+        left: Sequence[Departure],
+    ) -> Alert:
+        """Make the alert on a finding, with the values that have left their bands."""
+        shown = left[:_COURSES] if name == "left_band" else []
+        return Alert(
+            name, step, key[1], found.layers, found.heads, found.numbers, _advice(name, left),
+            tuple(self._bands[key].course(one.place) for one in shown),
+        )  # fmt: skip
+
+    def _same_batch(self, reading: Reading) -> list[Alert]:
+        """Return the alert on a batch that came before."""
+        found = self._batches.add(reading)
+        if not found or not self._news.add(("same_batch", ""), RULES["same_batch"], found):
             return []
         return self._of_fact("same_batch", reading.step, found)
 
@@ -621,7 +688,7 @@ class AlertWatch:
             steps: Number of steps without a move.
         """
         numbers: _Numbers = {
-            "count": len(names), "plural": "s" * (len(names) > 1), "steps": steps,
+            "count": len(names), "plural": "" if len(names) == 1 else "s", "steps": steps,
             "names": _some(names, _NAMED, ", "),
         }  # fmt: skip
         found = Finding(len(names), numbers, tuple(layers))
@@ -633,21 +700,6 @@ class AlertWatch:
             return []
         advice = RULES[name].advice
         return [Alert(name, step, layers=found.layers, numbers=found.numbers, advice=advice)]
-
-    def _is_news(self, key: tuple[str, str], rule: AlertRule, found: Finding | None) -> bool:
-        """Whether a finding is the first of its kind, or worse than what was said before."""
-        quiet = self._quiet.get(key, 0)
-        self._quiet[key] = 0 if found else quiet + 1
-        if not found:
-            return False
-        said = self._said.get(key)
-        # After a quiet time it is another event; else it has to be four times as large.
-        is_other = said is not None and rule.passes is not None and quiet >= rule.passes
-        is_more = said is None or found.size >= _AGAIN * said.size
-        if not (is_more or (is_other and said is not None and _is_worse(found, said))):
-            return False
-        self._said[key] = found
-        return True
 
 
 def _is_worse(found: Finding, said: Finding) -> bool:
@@ -701,7 +753,7 @@ def _of_resume(step: int, last: int, changes: Sequence[Change], *, is_fresh: boo
     first, *others = [*weights, *sorted(rest, key=lambda each: each.place.layer is None)]
     then = [f"{_words_of(one.place)} {one.now:.3g}, before {one.before:.3g}" for one in others]
     cause, advice = _WHY[_kind_of_change(changes, is_fresh=is_fresh)]
-    by_share = first.place.metric != LOSS and WATCHED[first.place.metric].by_logarithm
+    by_share = rule_of(first.place).by_logarithm
     size = f"{100 * first.usual:.2g} %" if by_share else f"{first.usual:.2g}"
     usual = f" (it moves by about {size} between readings)" if first.usual else ""
     also = f"also {_some(then, _NAMED)}" if then else ""

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from geomon.record import Course, Reading
-from geomon.record.columns import EMPTY, Columns, Place
+from geomon.record import EMPTY, Columns, Course, Place, Reading
 
 _Array = NDArray[np.float64]
 
@@ -78,6 +77,10 @@ class WatchedMetric(NamedTuple):
         """Return the smallest half width of the bands of a part."""
         return self.least_of.get(part, self.least)
 
+    def scaled(self, value: float) -> float:
+        """Return what its bands compare: the value, or its logarithm."""
+        return math.log(max(value, _TINY)) if self.by_logarithm else value
+
 
 WATCHED = {
     "attention_entropy_normalised": WatchedMetric(0.01),
@@ -99,6 +102,16 @@ WATCHED = {
     "unmoved": WatchedMetric(0.03, by_part=True),
     "expert_load": WatchedMetric(0.2, by_logarithm=True, by_part=True),
 }
+
+
+# Metric of the places of logged losses, which are compared only at a resume.
+LOSS = "loss"
+_LOGGED_LOSS = WatchedMetric(0.05)
+
+
+def rule_of(place: Place) -> WatchedMetric:
+    """Return how the value at a place is watched, or a logged loss is."""
+    return _LOGGED_LOSS if place.metric == LOSS else WATCHED[place.metric]
 
 
 class Departure(NamedTuple):
@@ -316,57 +329,22 @@ class _Lane:
         return distance
 
 
-class Bands:
-    """The bands of a run for one stack of blocks, reading by reading."""
+class _WatchedColumns:
+    """Columns of the watched values of a stack: each place has one from its first value on.
 
-    def __init__(self, stack: str = "") -> None:
+    Attributes:
+        least: Smallest half widths of their bands, [columns].
+        largest: Largest half widths, [columns].
+        in_scatter: Whether values count in the scatter of all, [columns].
+    """
+
+    def __init__(self, stack: str) -> None:
         self._stack = stack
         self._columns: dict[Place, int] = {}
         self._layout: object = None  # what the last reading held, and where it was finite
-        self._count = 0
-        self._lane, self._slow_lane = _Lane(), _Lane()
-        self._scatters: deque[float] = deque(maxlen=SCATTER_READINGS)
-        self._left: dict[Place, Departure] = {}
-        self._quiet = 0  # readings since a value was outside its band
 
-    def add(self, reading: Reading) -> BandFindings:
-        """Compare the values of a later reading of the same source with their bands."""
-        values = self._values(reading.stacks.get(self._stack, {}))
-        distance = self._lane.add(reading.step, values, self._least, self._largest)
-        expected, width, size = distance[:3]
-        if self._count % SLOW == 0:
-            slow = self._slow_lane.add(reading.step, values, self._least, self._largest)
-            expected, width, size = np.where(
-                slow.size > np.nan_to_num(size), slow[:3], distance[:3]
-            )
-        self._count += 1
-        self._scatters.append(scatter(distance.normed[self._in_scatter]))
-        out = np.flatnonzero(size > 1)
-        places = [*self._columns]
-        with np.errstate(over="ignore"):
-            ends = np.array([values, expected - width, expected + width])[:, out]
-            ends = np.where(self._by_logarithm[out], np.exp(ends), ends)
-        rows = np.array([*ends, size[out]]).T.tolist()
-        departures = [
-            Departure(reading.step, places[column], *row)
-            for column, row in zip(out.tolist(), rows, strict=True)
-        ]
-        departures.sort(key=lambda departure: -departure.size)
-        self._quiet = 0 if departures else self._quiet + 1
-        if self._quiet >= QUIET:
-            self._left.clear()
-        for departure in departures:
-            self._left.setdefault(departure.place, departure)
-        is_full = len(self._scatters) == SCATTER_READINGS
-        return BandFindings(
-            departures,
-            list(self._left.values()),
-            float(np.mean(self._scatters)) if is_full else math.nan,
-            bool((distance.alone > 1).any()),
-        )
-
-    def _values(self, columns: Columns) -> _Array:
-        """Return the watched values by column, as logarithms if their band is of logarithms."""
+    def values(self, columns: Columns) -> _Array:
+        """Return the values of a reading by column, as logarithms if their band is of them."""
         found = [*watched_rows(columns)]
         flat = np.array([value for _, rows in found for row in rows for value in row])
         finite = np.isfinite(flat)
@@ -379,6 +357,27 @@ class Bands:
         logarithms = values[self._by_logarithm].tolist()
         values[self._by_logarithm] = [math.log(max(value, _TINY)) for value in logarithms]
         return values
+
+    def departures(
+        self, step: int, values: _Array, expected: _Array, width: _Array, size: _Array
+    ) -> list[Departure]:
+        """List the values outside their bands, largest departure first; arrays are [columns]."""
+        out = np.flatnonzero(size > 1)
+        places = [*self._columns]
+        with np.errstate(over="ignore"):
+            ends = np.array([values, expected - width, expected + width])[:, out]
+            ends = np.where(self._by_logarithm[out], np.exp(ends), ends)
+        rows = np.array([*ends, size[out]]).T.tolist()
+        found = [
+            Departure(step, places[column], *row)
+            for column, row in zip(out.tolist(), rows, strict=True)
+        ]
+        return sorted(found, key=lambda departure: -departure.size)
+
+    def course(self, place: Place, history: _Array) -> list[float]:
+        """Return the values of a place in the last readings, [readings, columns]."""
+        values = history[:, self._columns[place]]
+        return (np.exp(values) if rule_of(place).by_logarithm else values).tolist()
 
     def _find_columns(self, blocks: Sequence[tuple[_Start, list[int]]], finite: bytes) -> None:
         """Find the columns of the finite values of a reading; new places get new ones."""
@@ -393,20 +392,55 @@ class Bands:
             for place in itertools.compress(places, finite)
         ]
         self._filled = np.array(filled, dtype=np.intp)
-        watched = [WATCHED[place.metric] for place in self._columns]
-        self._least = np.array(
-            [each.least_at(place.part) for place, each in zip(self._columns, watched, strict=True)]
+        rules = [(rule_of(place), place.part) for place in self._columns]
+        self.least = np.array([rule.least_at(part) for rule, part in rules])
+        self.largest = np.array([rule.largest for rule, _ in rules])
+        self.in_scatter = np.array([not rule.by_part for rule, _ in rules], dtype=bool)
+        self._by_logarithm = np.array([rule.by_logarithm for rule, _ in rules], dtype=bool)
+
+
+class Bands:
+    """The bands of a run for one stack of blocks, reading by reading."""
+
+    def __init__(self, stack: str = "") -> None:
+        self._stack, self._columns = stack, _WatchedColumns(stack)
+        self._count = 0
+        self._lane, self._slow_lane = _Lane(), _Lane()
+        self._scatters: deque[float] = deque(maxlen=SCATTER_READINGS)
+        self._left: dict[Place, Departure] = {}
+        self._quiet = 0  # readings since a value was outside its band
+
+    def add(self, reading: Reading) -> BandFindings:
+        """Compare the values of a later reading of the same source with their bands."""
+        columns = self._columns
+        values = columns.values(reading.stacks.get(self._stack, {}))
+        distance = self._lane.add(reading.step, values, columns.least, columns.largest)
+        expected, width, size = distance[:3]
+        if self._count % SLOW == 0:
+            slow = self._slow_lane.add(reading.step, values, columns.least, columns.largest)
+            expected, width, size = np.where(
+                slow.size > np.nan_to_num(size), slow[:3], distance[:3]
+            )
+        self._count += 1
+        self._scatters.append(scatter(distance.normed[columns.in_scatter]))
+        departures = columns.departures(reading.step, values, expected, width, size)
+        self._quiet = 0 if departures else self._quiet + 1
+        if self._quiet >= QUIET:
+            self._left.clear()
+        for departure in departures:
+            self._left.setdefault(departure.place, departure)
+        is_full = len(self._scatters) == SCATTER_READINGS
+        return BandFindings(
+            departures,
+            list(self._left.values()),
+            float(np.mean(self._scatters)) if is_full else math.nan,
+            bool((distance.alone > 1).any()),
         )
-        self._largest = np.array([each.largest for each in watched])
-        self._by_logarithm = np.array([each.by_logarithm for each in watched], dtype=bool)
-        self._in_scatter = np.array([not each.by_part for each in watched], dtype=bool)
 
     def course(self, place: Place) -> Course:
         """Return a value at the last 32 readings, including this one."""
-        values = self._lane.history[-COURSE:, self._columns[place]]
-        if WATCHED[place.metric].by_logarithm:
-            values = np.exp(values)
-        return Course(place.tag, tuple(self._lane.steps[-COURSE:]), tuple(values.tolist()))
+        values = self._columns.course(place, self._lane.history[-COURSE:])
+        return Course(place.tag, tuple(self._lane.steps[-COURSE:]), tuple(values))
 
 
 def watched_rows(columns: Columns) -> Iterator[tuple[_Start, list[list[float]]]]:

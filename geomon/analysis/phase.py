@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geomon.analysis.numbers import with_margin
-from geomon.record.columns import NAN, margin
+from geomon.record import NAN, margin
 
 _Array = NDArray[np.float64]
 # Probability that a curve without a change gets a wrong word at one of its readings, before the

@@ -7,8 +7,7 @@ last block.
 import math
 from collections.abc import Iterable, Sequence
 
-from geomon.record import Reading
-from geomon.record.columns import NAN
+from geomon.record import NAN, Reading
 
 # If layer 0 reaches more than this many times as far as the blocks, the axis leaves it out.
 _FAR_ABOVE = 2

@@ -5,10 +5,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from geomon.analysis.curves import Curve, curve_of, plain_curve
-from geomon.record import Reading, Readings, tags
-from geomon.record.columns import NAN
-from geomon.record.headline import OVERHEAD, headlines_of, shortened
-from geomon.record.printable import printable
+from geomon.record import (
+    NAN,
+    OVERHEAD,
+    MetricText,
+    Reading,
+    Readings,
+    headlines_of,
+    printable,
+    shortened,
+    tags,
+)
 
 _LOSSES = {tags.LOSS: "Training loss", tags.PROBE_LOSS: "Loss on the probe"}
 
@@ -91,26 +98,39 @@ def quantities_of(readings: Readings) -> dict[str, Quantity]:
             parts.setdefault(metric, {"": None}).update(dict.fromkeys(column.parts))
     found: dict[str, Quantity] = {}
     for metric in dict.fromkeys([*(name for name in readings.metrics if name in parts), *parts]):
-        text = readings.text_of(metric)
-        unit = printable(text.unit)
-        for part in parts[metric]:
-            tag, title = tags.mean_tag(metric, part), printable(text.title_of(part))
-            if part.rpartition("/")[2] != "std":
-                found[tag] = Quantity(tag, title, unit, metric, part)
-        for each in headlines_of(metric, text):
-            if each.chart:  # the ends of an interval have no chart, because they form a band
-                tag = each.tag or each.name
-                made = Quantity(tag, printable(each.words), unit, metric, value=each.value)
-                found[tag] = replace(found.get(tag, made), chart=printable(each.chart))
+        found |= _of_metric(metric, parts[metric], readings.text_of(metric))
     for name in names:
-        tag, title = tags.training_tag(name), _LOSSES.get(name) or printable(f"Training {name}")
-        chart, unit = (title, loss_unit(readings)) if name in _LOSSES else ("", "")
-        found[tag] = Quantity(tag, title, unit, chart=chart, value=logged(name))
+        found[tags.training_tag(name)] = _of_training(name, readings)
     found[tags.OVERHEAD] = Quantity(
         tags.OVERHEAD, OVERHEAD.words.capitalize(), value=OVERHEAD.value
     )
     known = {tag: each for tag, each in found.items() if _has_values(each, readings)}
     return dict(sorted(known.items(), key=lambda item: not item[1].chart))
+
+
+def _of_metric(metric: str, parts: Iterable[str], text: MetricText) -> dict[str, Quantity]:
+    """List the quantities of a metric: means of its value and of its parts, and its headlines."""
+    unit = printable(text.unit)
+    found: dict[str, Quantity] = {}
+    for part in parts:
+        tag, title = tags.mean_tag(metric, part), printable(text.title_of(part))
+        if part.rpartition("/")[2] != "std":
+            found[tag] = Quantity(tag, title, unit, metric, part)
+    for each in headlines_of(metric, text):
+        if each.chart:  # the ends of an interval have no chart, because they form a band
+            tag = each.tag or each.name
+            made = Quantity(tag, printable(each.words), unit, metric, value=each.value)
+            found[tag] = replace(found.get(tag, made), chart=printable(each.chart))
+    return found
+
+
+def _of_training(name: str, readings: Readings) -> Quantity:
+    """Return the quantity that the training logs by a name; losses have a chart by default."""
+    tag, value = tags.training_tag(name), logged(name)
+    if name in _LOSSES:
+        title = _LOSSES[name]
+        return Quantity(tag, title, loss_unit(readings), chart=title, value=value)
+    return Quantity(tag, printable(f"Training {name}"), value=value)
 
 
 def loss_unit(readings: Readings) -> str:

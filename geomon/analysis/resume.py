@@ -11,14 +11,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from geomon.analysis.bands import FIRST, WATCHED, watched_rows
-from geomon.record import Reading, tags
-from geomon.record.columns import Place, student
+from geomon.analysis.bands import FIRST, LOSS, rule_of, watched_rows
+from geomon.record import Place, Reading, student, tags
 
 _Array = NDArray[np.float64]
+_Values = dict[Place, float]
 
-# Metric of the places of logged losses, and the smallest change of one that counts.
-LOSS, _LEAST_LOSS = "loss", 0.05
 # Most earlier readings that are kept, and fewest changes between them that say what is usual. They
 # are of the last half of the training, or, if that has few, the last ones.
 KEPT, _FEWEST, _ENOUGH, _SHARE = 13, 2, 4, 0.5
@@ -27,8 +25,6 @@ _NEAR = 0.7
 # Probability that any place is named by chance, and that any loss is; and the number of changes at
 # other places of its metric that count as its own, since few changes say little of a place.
 _CHANCE, _SHRUNK = 0.002, 4
-# Smallest value for a logarithm.
-_TINY = 1e-9
 
 
 class Change(NamedTuple):
@@ -114,7 +110,7 @@ def _pairs(earlier: Sequence[Reading], step: int) -> list[int]:
     return recent if len(recent) >= _ENOUGH else pairs[-_ENOUGH:]
 
 
-def _values(reading: Reading) -> dict[Place, float]:
+def _values(reading: Reading) -> _Values:
     """Collect the finite values that alerts watch, and the logged losses."""
     found = {
         Place(stack, metric, part, layer, kind, head): value
@@ -129,47 +125,36 @@ def _values(reading: Reading) -> dict[Place, float]:
     return {place: value for place, value in found.items() if math.isfinite(value)}
 
 
-def _scaled(place: Place, value: float) -> float:
-    """Return the logarithm of a value that is watched by its logarithm, or else the value."""
-    by_logarithm = place.metric != LOSS and WATCHED[place.metric].by_logarithm
-    return math.log(max(value, _TINY)) if by_logarithm else value
-
-
-def _least(place: Place) -> float:
-    is_loss = place.metric == LOSS
-    return _LEAST_LOSS if is_loss else WATCHED[place.metric].least_at(place.part)
-
-
-def _differences(before: dict[Place, float], now: dict[Place, float]) -> list[Change]:
+def _differences(before: _Values, now: _Values) -> list[Change]:
     """List the values that differ though they should agree."""
     found = []
     for place in before.keys() & now.keys():
         if not _is_of_batches(place):
-            change = abs(_scaled(place, now[place]) - _scaled(place, before[place]))
-            size = change / _least(place)
+            size = abs(_moved(place, before, now)) / rule_of(place).least_at(place.part)
             if size > 1:
                 found.append(Change(place, before[place], now[place], 0.0, size))
     return found
 
 
+def _moved(place: Place, before: _Values, now: _Values) -> float:
+    """Return how far a value has moved; NaN if one is unknown."""
+    if place not in before or place not in now:
+        return math.nan
+    rule = rule_of(place)
+    return rule.scaled(now[place]) - rule.scaled(before[place])
+
+
 def _unusual(
-    usual: Sequence[tuple[dict[Place, float], dict[Place, float], float]],
-    before: dict[Place, float],
-    now: dict[Place, float],
+    usual: Sequence[tuple[_Values, _Values, float]], before: _Values, now: _Values
 ) -> list[Change]:
     """List the values that moved much further than between earlier readings.
 
     `usual` holds the values of two readings each, and how many times as many steps the resume is
-    apart. A place's mean square change is moderated by the mean over all places of its metric.
+    apart.
     """
     places = [place for place in before if place in now]
     changes = np.array([
-        [
-            max(1.0, factor) * (_scaled(place, after[place]) - _scaled(place, first[place]))
-            if place in first and place in after
-            else math.nan
-            for place in places
-        ]
+        [max(1.0, factor) * _moved(place, first, after) for place in places]
         for first, after, factor in usual
     ])  # fmt: skip
     known = np.isfinite(changes)
@@ -178,32 +163,44 @@ def _unusual(
     found = []
     for metric in dict.fromkeys((place.stack, place.metric) for place in places):
         own = [n for n, place in enumerate(places) if (place.stack, place.metric) == metric]
-        if not (total := counts[own].sum()):
-            continue
-        common = squares[:, own].sum() / total
         chance = _CHANCE / (losses if metric[1] == LOSS else len(places) - losses)
-        for n in own:
-            place, others = places[n], min(_SHRUNK, int(total - counts[n]))
-            freedom = int(counts[n]) + others
-            typical = math.sqrt((squares[:, n].sum() + others * common) / freedom)
-            limit = max(typical * student(freedom, chance), _least(place))
-            change = abs(_scaled(place, now[place]) - _scaled(place, before[place]))
+        moves = _usual_moves(squares[:, own], counts[own].tolist())
+        for n, (typical, freedom) in zip(own, moves, strict=True):
+            place = places[n]
+            limit = max(typical * student(freedom, chance), rule_of(place).least_at(place.part))
+            change = abs(_moved(place, before, now))
             if change > limit:
                 found.append(Change(place, before[place], now[place], typical, change / limit))
     return found
 
 
-def _is_fresh(changes: Sequence[Change], first: dict[Place, float]) -> bool:
+def _usual_moves(squares: _Array, counts: Sequence[int]) -> list[tuple[float, int]]:
+    """Return the root mean square change of each place of a metric, and its degrees of freedom.
+
+    A place's own changes, `squares` [changes, places], are few, so their mean is moderated by the
+    mean over all places. Without any change the usual one is infinite.
+    """
+    total = sum(counts)
+    if not total:
+        return [(math.inf, 1) for _ in counts]
+    common = squares.sum() / total
+    found = []
+    for count, own in zip(counts, squares.T, strict=True):
+        others = min(_SHRUNK, total - count)
+        freedom = count + others
+        found.append((math.sqrt((own.sum() + others * common) / freedom), freedom))
+    return found
+
+
+def _is_fresh(changes: Sequence[Change], first: _Values) -> bool:
     """Whether values of most places went back to the run's first reading."""
     back = []
     for change in changes:
         if change.place in first and change.place.metric != LOSS:
-            start, before, now = (
-                _scaled(change.place, value)
-                for value in (first[change.place], change.before, change.now)
-            )
+            scaled = rule_of(change.place).scaled
+            start, before, now = map(scaled, (first[change.place], change.before, change.now))
             back.append(abs(now - start) < _SHARE * abs(now - before))
     return len(back) >= _ENOUGH and sum(back) > 0.8 * len(back)
 
 
-__all__ = ["KEPT", "LOSS", "Change", "Resume", "compare_resumed"]
+__all__ = ["KEPT", "Change", "Resume", "compare_resumed"]

@@ -78,9 +78,9 @@ def _cost(readings: Readings) -> list[str]:
     if not count:  # an older record
         count, gap = len(steps), max((b - a for a, b in pairwise(steps)), default=0)
     parts = [
-        f"{count:,} reading{'s' * (count != 1)}",
-        f"at most {gap:,} step{'s' * (gap != 1)} apart" if gap else "",
-        f"{last.checks:,} check{'s' * (last.checks != 1)}" if last.checks else "",
+        f"{count:,} reading{'' if count == 1 else 's'}",
+        f"at most {gap:,} step{'' if gap == 1 else 's'} apart" if gap else "",
+        f"{last.checks:,} check{'' if last.checks == 1 else 's'}" if last.checks else "",
         bands_so_far(readings),
     ]
     looked = f"{', '.join(filter(None, parts))}."

@@ -31,22 +31,31 @@ def with_additions(layers: Sequence[Kept], *, of_last: bool) -> list[Kept]:
 
 
 def _compared(layers: Sequence[Kept]) -> list[Kept]:
-    found: list[Kept] = [*layers]
     alike = [_are_alike(*pair) for pair in itertools.pairwise(layers)]
-    rows = [each.values for each in layers if each is not None]
-    few = rows and (rows[0].device.type != "cpu" or sum(x.numel() for x in rows) <= _FEW)
-    if len(alike) > 1 and all(alike) and few:
-        every = torch.stack(rows)
-        additions = row_additions(every[:-1].flatten(0, 1), every[1:].flatten(0, 1))
-        together: Sequence[Tensor] = additions.unflatten(0, (len(alike), -1)).unbind()
-        return found[:1] + [
-            each and each._replace(additions=own)
-            for each, own in zip(found[1:], together, strict=True)
-        ]
+    known = [rows for rows in layers if rows is not None]
+    if len(alike) > 1 and all(alike) and _are_few(known):
+        return _compared_together(known)
+    found: list[Kept] = [*layers]
     for place, (before, each) in enumerate(itertools.pairwise(layers), 1):
         if alike[place - 1] and before is not None and each is not None:
             found[place] = each._replace(additions=row_additions(before.values, each.values))
     return found
+
+
+def _are_few(layers: Sequence[SampledRows]) -> bool:
+    """Return whether one comparison of all layers is cheaper than one for each."""
+    on_host = layers[0].values.device.type == "cpu"
+    return not on_host or sum(rows.values.numel() for rows in layers) <= _FEW
+
+
+def _compared_together(layers: Sequence[SampledRows]) -> list[Kept]:
+    """Compare all layers at once; each has the rows of the others."""
+    every = torch.stack([rows.values for rows in layers])
+    additions = row_additions(every[:-1].flatten(0, 1), every[1:].flatten(0, 1))
+    together: Sequence[Tensor] = additions.unflatten(0, (len(layers) - 1, -1)).unbind()
+    first, *others = layers
+    compared = zip(others, together, strict=True)
+    return [first, *(rows._replace(additions=own) for rows, own in compared)]
 
 
 def _are_alike(one: Kept, other: Kept) -> bool:

@@ -5,61 +5,37 @@ they were captured until a layer is complete and `Layer.to` moves it. Every miss
 reason.
 """
 
-import functools
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from geomon.capture.additions import with_additions
 from geomon.capture.anatomy import CROSS, Block
-from geomon.capture.attending.attention import (
-    NO_SCORES,
-    AttentionCall,
-    NotUnderstoodError,
-    SoftmaxCall,
-    read_calls,
-)
-from geomon.capture.attending.max_logit import over_rows
-from geomon.capture.attending.outputs import OutputSizes, sums_of_squares
-from geomon.capture.attending.seen import SeenAttention
-from geomon.capture.first_pass import BlockCall, Shape, StackPass, attention_key
+from geomon.capture.first_pass import BlockCall, StackPass, attention_key
+from geomon.capture.head_views import HEADS_ONLY, HeadViews
+from geomon.capture.remarks import LayerRemarks
+from geomon.capture.row_views import OWN_ROW_VIEWS, RowViews, sources_of
 from geomon.capture.snapshot import (
     ADDITIONS,
-    CAPTURED,
     EMBEDDING,
     FINAL_NORM,
     HOST,
-    LAST,
-    PROJECTED,
-    ROW_VIEWS,
     UNEMBEDDING,
     Layer,
     Part,
     PassInfo,
     Snapshot,
-    concat_heads,
-    group_by_layer,
     source_of,
     wait_for_copies,
 )
-from geomon.capture.tokens.pass_tokens import once
 from geomon.capture.tokens.sampling import RowSampler, SampledRows, copy_rows
 from geomon.capture.weights import present_weight, to_numbers
 from geomon.failures import failures
 from geomon.note import Note
-
-_HIDDEN_ONLY = frozenset({"hidden", "last"})
-_HIDDEN = "hidden states"  # the subject of remarks on them
-_LAST_QUERIES = 64  # per sequence, enough to show whether queries see keys of another sequence
-_HEADS_ONLY = frozenset({"attention", "projection"})
-_ROW_VIEWS = *(view for view in ROW_VIEWS if view not in ADDITIONS), "precision"
-_QUERY_VIEWS = ("query", "key", "bias", "scale", "softcap", "sink")
-_PROJECTED_VIEWS = ("projected_query", "projected_key")
-_PROJECTED_SEQUENCES = ("query_sequences", "key_sequences")
+from geomon.note_kinds import NoteKind
 
 _NOT_RUN = (
     "the block did not run while the window was open (it was called by .forward() directly, was "
@@ -73,38 +49,6 @@ _OTHER_THREAD = (
 _DROPPED = (
     "the block did not run in this pass although others did (layers may be dropped at random, or "
     "blocks may have been replaced while the model was watched)"
-)
-_NOT_PROJECTED = "its queries and keys were not traced back to products of tokens with weights"
-_NOT_PROJECTED_ON = (
-    "the outputs of its heads were not traced to an output projection: none was seen in the block, "
-    "or it does not take each head's numbers whole"
-)
-_AS_ATTENDED = (
-    "queries and keys were not traced back to products of tokens with weights: Q and K as attended "
-    "are used instead"
-)
-_LEFT_OUT = (
-    "at {percent:.0f} % of the tokens, queries or keys were not traced back to products with "
-    "weights: these tokens are left out"
-)
-_OTHER_KEYS = (
-    "some keys belong to other tokens (of another stack, for example): they are left out of keys "
-    "as projected"
-)
-_NO_ATTENTION = (
-    "no attention was seen in the block: neither fused attention (torch's own, flex attention, or "
-    "a kernel registered as a torch operator; a kernel called through pybind is invisible), nor a "
-    "softmax of scores of its tokens (linear attention has none; the fused inference path of "
-    "nn.TransformerEncoder, in eval mode without gradients, shows none: measure by a probe)"
-)
-_WEIGHTS_CHANGED = (
-    "the model changes the softmax weights before it mixes values with them: entropy and related "
-    "values describe the softmax"
-)
-_CALLED_AGAIN = (
-    "attention is called more than once in the block, and only one call is measured: the first "
-    "from its own module, or else the first (a second attention is measured separately if it is a "
-    "module with query and key projections under names such as to_q and to_k)"
 )
 _SIDE_NOT_CALLED = "it was not seen in this pass: it is left out"
 _BY_NAME_ALONE = (
@@ -124,30 +68,7 @@ _PASSED_OVER = (
     "the blocks ran {count} times: the first run is measured (the first that records gradients, if "
     "any does)"
 )
-_ROUTED = (
-    "the block received fewer tokens than other blocks (tokens may be routed past it): it is not "
-    "known which tokens of the sequence these are"
-)
-_NO_TOKENS = "no embedding outside the blocks received integers of the hidden states' shape"
-_FEWER_TOKENS = (
-    "; one received fewer: some hidden states belong to no token of the text (virtual tokens of "
-    "prompt tuning, for example), and they count as rows"
-)
-_LATER_STAGE = "only the first pipeline stage knows them, and its rows were not gathered"
-_ACROSS = (
-    "queries see keys of other sequences in their row: no mask separates packed sequences (models "
-    "of transformers make one from position_ids if they get use_cache=False and no attention_mask)"
-)
 _NOT_BEFORE = "the layer before was not seen, or has other rows or another width"
-_PACKED = "the hidden states are [tokens, width]: the boundaries between sequences are unknown"
-_LAST_UNKNOWN = (
-    "it became known only after the pass which token is the last of its sequence: pass the model a "
-    "mask [batch, length] as attention_mask"
-)
-_ENDS_LATE = (
-    "the hidden states are [tokens, width]: only the attention that follows shows where a sequence "
-    "ends, after the rows were kept"
-)
 _NESTED = (
     "the hidden states are nested tensors (the fused inference path of nn.TransformerEncoder makes "
     "them from a padded batch: measure by a probe), or the block returned none"
@@ -198,7 +119,7 @@ def build_snapshot(
         remarks += builder.notes()
     remarks += [*_of_stacks_left_out(passes, counted), *notes]
     first = counted[0]
-    dtype = str(first.dtype).removeprefix("torch.") if run else ""
+    dtype = str(first.selection.dtype).removeprefix("torch.") if run else ""
     info = PassInfo(
         min(rows, default=0), first.mode, dtype, remarks,
         batch=first.tokens.checksum, token_ids=first.tokens.ids_checksum,
@@ -213,7 +134,7 @@ def _of_stacks_left_out(
     for stack_pass in passes:
         if stack_pass not in counted:
             text = f"the blocks of '{stack_pass.stack.name}' did not run: they are left out"
-            yield Note(text, text)
+            yield Note(NoteKind.STACK_LEFT_OUT, text, about=stack_pass.stack.name)
 
 
 def _on_device(snapshot: Snapshot, device: torch.device, *, wait: bool) -> Snapshot:
@@ -236,7 +157,7 @@ def matrix_layer(name: str, module: nn.Module | None, sampler: RowSampler) -> La
         except failures() as error:  # a quantised weight does what its own code can do
             kind = type(weight).__name__
             reason = _NO_ROWS_OF.format(kind=kind, error=type(error).__name__)
-    missing = {} if captured else dict.fromkeys(_ROW_VIEWS, reason)
+    missing = {} if captured else dict.fromkeys(OWN_ROW_VIEWS, reason)
     return Layer(0, name, captured, missing, name, frozenset({"hidden"}), of_weights=True)
 
 
@@ -268,17 +189,19 @@ class StackBuilder:
         self._are_sums = stack_pass.adds_outside
         read = {id(x): x.weight_norms for x in stack_pass.block_calls if x.weight_norms is not None}
         self._norms = dict(zip(read, to_numbers([*read.values()]), strict=True))
-        self._alone = alone
         self._sources = set(map(source_of, views))
-        self._wanted_additions = views & set(ADDITIONS)
+        self._wanted_additions = views & ADDITIONS
         self._not_run = _DROPPED if stack_pass.block_calls else not_run
-        self._inverted = self._tokens.padding.contradiction(self._tokens.batch)
         self._before = stack_pass.stack.before
-        self._answers: dict[tuple[Any, ...], Any] = {}  # shared by layers with equal rows
-        # Per stack: depths of each (subject, remark).
-        self._remarks: dict[str, dict[tuple[str, str], list[int]]] = defaultdict(dict)
-        # Per subject and depth: number of rows that are not finite, and of all rows.
-        self._lost: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
+        self._remarks = LayerRemarks(stack_pass.stack.name)
+        self._rows = RowViews(
+            stack_pass, self._tokens, self._remarks,
+            keeps_last="last" in self._sources, alone=alone,
+        )  # fmt: skip
+        self._heads = HeadViews(
+            stack_pass, self._tokens, self._remarks,
+            not_run=self._not_run, projects="projection" in self._sources,
+        )  # fmt: skip
 
     def layers(self) -> list[Layer]:
         """Build the outputs of all blocks, and the first block's input if this rank has it."""
@@ -289,7 +212,7 @@ class StackBuilder:
             first = [self._of_hidden_states(0, "input of the blocks", rows, why, stack)]
         kept = [self._rows_behind(block_call) for _, block_call, _ in self._layers]
         if self._wanted_additions:
-            of_last = ADDITIONS[1] in self._wanted_additions
+            of_last = "last" in map(source_of, self._wanted_additions)
             kept = with_additions([self._pass.input_rows, *kept], of_last=of_last)
         made = zip(self._layers, kept, strict=True)
         return [*first, *(self._layer(n, *each, rows) for n, (each, rows) in enumerate(made, 1))]
@@ -304,18 +227,20 @@ class StackBuilder:
         layers = []
         for depth, (block, block_call, name) in enumerate(self._layers, 1):
             index = block.attention_index(label)
-            if index is None or not self._sources & _HEADS_ONLY:
+            if index is None or not self._sources & HEADS_ONLY:
                 continue
             place = self._before + depth
-            captured, missing = self._head_views(place, block_call, index, stack)
+            captured, missing = self._heads.of(place, block_call, index, stack)
             shown = f"{name}.{block.attentions[index].name}"
-            part = Part(heads=self._head_numbers(block_call, index))
-            layers.append(Layer(place, shown, captured, missing, stack, _HEADS_ONLY, part=part))
+            part = Part(heads=self._heads.numbers(block_call, index))
+            layers.append(Layer(place, shown, captured, missing, stack, HEADS_ONLY, part=part))
         if any(layer.captured for layer in layers):
             return layers
         if self._pass.block_calls and label != CROSS:
             for layer in layers:
-                self._remark("attention", layer.index, _SIDE_NOT_CALLED, stack)
+                self._remarks.add(
+                    NoteKind.ATTENTION_NOT_CALLED, "attention", layer.index, _SIDE_NOT_CALLED, stack
+                )
         return []
 
     def final_norm(self, stack: str) -> Layer:
@@ -327,29 +252,24 @@ class StackBuilder:
     def _of_hidden_states(
         self, depth: int, name: str, kept: SampledRows | None, why: str, stack: str
     ) -> Layer:
-        captured, missing, part = self._row_views(depth, kept, why)
-        return Layer(depth, name, captured, missing, stack, _sources_of(kept), part=part)
+        captured, missing, part = self._rows.of(depth, kept, why)
+        return Layer(depth, name, captured, missing, stack, sources_of(kept), part=part)
 
     def notes(self) -> list[Note]:
         """Turn the remarks on the layers built so far into notes."""
         stack_pass, stack = self._pass, self._pass.stack.name
-        notes = [
-            note for s, reasons in self._remarks.items() for note in group_by_layer(reasons, s)
-        ]
-        notes += [_rows_lost(subject, lost, stack) for subject, lost in self._lost.items()]
+        notes = self._remarks.notes()
         notes += self._tokens.notes(stack)
-        texts = [*stack_pass.remarks]
+        texts = {**stack_pass.remarks}
         if self._are_sums:
             last = stack_pass.block_calls[-1].summed
-            texts.append(_ADDS_OUTSIDE + _LAST_BRANCH * (last is None))
-        if stack_pass.passed_over:
-            texts.append(_PASSED_OVER.format(count=stack_pass.passed_over + 1))
-        return notes + [Note(text, text, stack) for text in texts]
-
-    def _remark(self, subject: str, depth: int, remark: str, stack: str) -> None:
-        depths = self._remarks[stack].setdefault((subject, remark), [])
-        if depth not in depths:
-            depths.append(depth)
+            texts[NoteKind.SUMS_OUTSIDE] = (
+                _ADDS_OUTSIDE + _LAST_BRANCH if last is None else _ADDS_OUTSIDE
+            )
+        if stack_pass.owner_call.passed_over:
+            ran = _PASSED_OVER.format(count=stack_pass.owner_call.passed_over + 1)
+            texts[NoteKind.RAN_SEVERAL_TIMES] = ran
+        return notes + [Note(kind, text, stack) for kind, text in texts.items()]
 
     def _layer(
         self, depth: int, block: Block, block_call: BlockCall | None, name: str,
@@ -359,30 +279,38 @@ class StackBuilder:
         depth += self._before
         stack = self._pass.stack.name
         why = self._why_no_rows(ran=block_call is not None)
-        captured, missing, part = self._row_views(depth, kept, why)
-        sources = _sources_of(kept) | {"weights"}
+        captured, missing, part = self._rows.of(depth, kept, why)
+        sources = sources_of(kept) | {"weights"}
         for view in self._wanted_additions - captured.keys():
             if source_of(view) in sources:
                 missing.setdefault(view, _NOT_BEFORE)
+        more, lacking = self._block_views(block_call)
+        captured, missing = captured | more, missing | lacking
+        if "expert_counts" in captured:
+            sources |= {"routing"}
+        indices = _attentions_of(block, block_call)
+        if indices:
+            sources |= HEADS_ONLY
+        if indices and self._sources & HEADS_ONLY:
+            more, lacking = self._heads.of_block(depth, block_call, indices, stack)
+            captured, missing = captured | more, missing | lacking
+            if len(indices) == 1:
+                part = replace(part, heads=self._heads.numbers(block_call, indices[0]))
+        elif block.attends and block_call is not None and self._sources & HEADS_ONLY:
+            self._remarks.add(NoteKind.BY_NAME_ALONE, "attention", depth, _BY_NAME_ALONE, stack)
+        return Layer(depth, name, captured, missing, stack, sources, part=part)
+
+    def _block_views(self, block_call: BlockCall | None) -> tuple[dict[str, Any], dict[str, str]]:
+        """Make the views of a block's weights and of the choice of its experts."""
+        captured: dict[str, Any] = {}
+        missing: dict[str, str] = {}
         if id(block_call) in self._norms:
             captured["weight_norms"] = self._norms[id(block_call)]
         elif "weights" in self._sources:
             missing["weight_norms"] = self._not_run if block_call is None else _NO_MATRICES
         if block_call is not None and block_call.expert_counts is not None:
             captured["expert_counts"] = block_call.expert_counts
-            sources |= {"routing"}
-        indices = _attentions_of(block, block_call)
-        if indices:
-            sources |= _HEADS_ONLY
-        if indices and self._sources & _HEADS_ONLY:
-            heads = [self._head_views(depth, block_call, i, stack) for i in indices]
-            more, lacking = concat_heads(heads)
-            captured, missing = captured | more, missing | lacking
-            if len(indices) == 1:
-                part = replace(part, heads=self._head_numbers(block_call, indices[0]))
-        elif block.attends and block_call is not None and self._sources & _HEADS_ONLY:
-            self._remark("attention", depth, _BY_NAME_ALONE, stack)
-        return Layer(depth, name, captured, missing, stack, sources, part=part)
+        return captured, missing
 
     def _rows_behind(self, block_call: BlockCall | None) -> SampledRows | None:
         """Return the rows that a block hands on, or those of the sum that the model makes of it."""
@@ -390,254 +318,12 @@ class StackBuilder:
             return None if block_call is None else block_call.hidden
         return block_call.summed
 
-    # -- hidden states -----------------------------------------------------------------------------
-
     def _why_no_rows(self, *, ran: bool) -> str:
         """Say why the hidden states of a block are missing."""
-        not_read = self._pass.why_not_read or (_LAST if self._pass.stack.entering else _NESTED)
-        return not_read if ran else self._not_run
-
-    def _row_views(
-        self, depth: int, kept: SampledRows | None, why: str
-    ) -> tuple[dict[str, Any], dict[str, str], Part]:
-        """Make the captured views of hidden states, and the reasons for missing ones."""
-        if kept is None or self._inverted is not None:
-            wanted = (view for view in CAPTURED if source_of(view) in _HIDDEN_ONLY)
-            reason = why if kept is None else self._inverted or ""
-            return {}, dict.fromkeys(wanted, reason), Part()
-        kept = self._pass.without_padding(kept, self._tokens)
-        for remark in self._tokens.remarks(kept.shape):
-            self._remark(_HIDDEN, depth, remark, self._pass.stack.name)
-        captured, missing, rows = self._views_of(depth, kept, _HIDDEN)
-        last_rows = None
-        if "last" in self._sources & _sources_of(kept):
-            last = self._last_tokens(kept)
-            if isinstance(last, str):
-                missing |= {LAST + view: last for view in _ROW_VIEWS}
-            else:
-                more, lacking, last_rows = self._views_of(depth, last, "last tokens")
-                captured |= {LAST + view: value for view, value in more.items()}
-                missing |= {LAST + view: why for view, why in lacking.items()}
-        part = Part(rows, last_rows, kept.start, tokens_elsewhere=self._before > 0)
-        return captured, missing, part
-
-    def _last_tokens(self, kept: SampledRows) -> SampledRows | str:
-        """Return the last tokens, now that padding is known, or the reason why there are none."""
-        if self._pass.is_routed(kept.shape):
-            return _ROUTED
-        if kept.last is None:
-            return _PACKED if self._tokens.packed(kept.shape) is None else _ENDS_LATE
-        places = self._tokens.last_of(kept.shape, self._pass.tokens.max_rows)
-        among, indices = self._among(kept.last.indices, places)
-        if len(among) < len(places) and not kept.last.start:
-            return _LAST_UNKNOWN
-        return kept.last.at(among, indices)
-
-    @once
-    def _among(self, indices: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Find which of some rows are at given places, and their indices."""
-        among = torch.isin(indices, places).nonzero().squeeze(1)
-        return among, indices[among]
-
-    def _views_of(
-        self, depth: int, kept: SampledRows, subject: str
-    ) -> tuple[dict[str, Any], dict[str, str], Tensor | None]:
-        """Make the captured views of finite rows, the reasons for missing ones, and row numbers.
-
-        Row numbers are returned only if ranks share the rows.
-        """
-        finite = kept.values.isfinite().all(dim=1).cpu()
-        if not finite.all():
-            self._lost[subject][depth] = int((~finite).sum()), len(finite)
-            kept = kept.at(finite.nonzero().squeeze(1))
-        captured, missing, rows = self._facts_of(kept.indices, kept.shape)
-        if "positions" in missing:
-            self._remark(subject, depth, missing["positions"], self._pass.stack.name)
-        rest = {"hidden": kept.values, "precision": torch.finfo(self._pass.dtype).eps}
-        rest |= {} if kept.additions is None else {"additions": kept.additions}
-        return rest | captured, dict(missing), rows
-
-    @once
-    def _facts_of(
-        self, indices: Tensor, shape: Shape
-    ) -> tuple[dict[str, Any], dict[str, str], Tensor | None]:
-        """Make the views of the tokens of some rows, which layers with these rows share."""
-        tokens, routed = self._tokens, self._pass.is_routed(shape)
-        ids = tokens.ids.find(shape)
-        found = {
-            "positions": None if routed else tokens.positions(indices, shape),
-            "sequences": tokens.numbers(indices, shape),
-            "token_ids": ids and ids.arrange(ids.lookup.ids).flatten().cpu()[indices],
-        }
-        # With several stacks, the integers may belong to another one.
-        fewer = ids is None and self._alone and tokens.ids.fewer_than(self._pass.shape)
-        no_ids = _LATER_STAGE if self._before else _NO_TOKENS + _FEWER_TOKENS * fewer
-        why = {"positions": _ROUTED, "sequences": _PACKED, "token_ids": no_ids}
-        captured = {view: value for view, value in found.items() if value is not None}
-        missing = {view: why[view] for view in found if view not in captured}
-        rows = self._pass.tokens.number(indices, shape) if self._pass.is_part else None
-        return captured, missing, rows
-
-    # -- heads -------------------------------------------------------------------------------------
-
-    def _head_views(
-        self, depth: int, block_call: BlockCall | None, index: int, stack: str
-    ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Make the captured views of one attention, and the reasons for missing ones."""
-        why = self._not_run if block_call is None else self._inverted
-        if block_call is None or why is not None:
-            wanted = (view for view in CAPTURED if source_of(view) in _HEADS_ONLY)
-            return {}, dict.fromkeys(wanted, why or "")
-        seen = block_call.seen(index)
-        captured, missing = self._attention_views(seen)
-        if seen.call is not None:
-            said = {
-                _WEIGHTS_CHANGED: seen.weights.changed,
-                _CALLED_AGAIN: seen.further,
-                _ACROSS: self._goes_across(seen.call, captured),
-            }
-            for remark in filter(said.get, said):
-                self._remark("attention", depth, remark, stack)
-        if "projection" in self._sources:
-            more, lacking = self._projected_views(depth, seen, captured, stack)
-            captured, missing = captured | more, missing | lacking
-        return captured, missing
-
-    def _projected_views(
-        self, depth: int, seen: SeenAttention, captured: Mapping[str, Any], stack: str
-    ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Make the views of queries and keys as projected, or as attended if they are unknown."""
-        sequences: Sequence[Tensor | None]
-        if seen.projected is not None:
-            remarks = {_OTHER_KEYS: seen.has_other_keys}
-            remarks[_LEFT_OUT.format(percent=100 * seen.left_out)] = seen.left_out > 0
-            kept = [self._tokens.without_padding(rows, rows.shape) for rows in seen.projected]
-            found = [rows.values for rows in kept]
-            sequences = [self._tokens.numbers(x.indices, x.shape, x.role) for x in kept]
-        elif "query" in captured:
-            remarks = {_AS_ATTENDED: True}
-            *found, sequences = _attended_rows(captured)
-        else:
-            return {}, dict.fromkeys(_PROJECTED_VIEWS, _NOT_PROJECTED)
-        for remark in filter(remarks.get, remarks):
-            self._remark(PROJECTED, depth, remark, stack)
-        known = (
-            ()
-            if any(x is None for x in sequences)
-            else zip(_PROJECTED_SEQUENCES, sequences, strict=True)
-        )
-        return {**dict(zip(_PROJECTED_VIEWS, found, strict=True)), **dict(known)}, {}
-
-    def _head_numbers(self, block_call: BlockCall | None, index: int) -> dict[str, tuple[int, ...]]:
-        """Return the traced numbers of an attention's heads if other ranks may hold others."""
-        if block_call is None or not self._pass.is_part or index not in block_call.attentions:
-            return {}
-        seen = block_call.attentions[index]
-        numbers = dict(seen.numbers)
-        if seen.projected is None:  # queries and keys as attended are used instead
-            numbers |= {f"projected_{v}": numbers[v] for v in ("query", "key") if v in numbers}
-        return numbers
-
-    def _goes_across(self, call: AttentionCall | SoftmaxCall, captured: dict[str, Any]) -> bool:
-        """Whether the last queries of a packed row see keys of another sequence."""
-        packed = self._tokens.packed(self._pass.shape)
-        if packed is None or "visible" not in captured:
-            return False
-        if (*packed.numbers.shape, captured["visible"].shape[3]) != (*call.shape, call.shape[1]):
-            return False
-        numbers = packed.numbers[call.sequences]
-        asking = numbers.gather(1, call.places)[:, -_LAST_QUERIES:]
-        visible = captured["visible"]
-        visible = visible.expand(-1, -1, call.places.shape[1], -1)[:, :, -_LAST_QUERIES:]
-        return bool((visible & (asking[:, None, :, None] != numbers[:, None, None])).any())
-
-    def _attention_views(self, seen: SeenAttention) -> tuple[dict[str, Any], dict[str, str]]:
-        """Make the views of queries and keys as attended, and the reasons for missing ones."""
-        call, refusal = seen.call, seen.refused or seen.passed_over
-        reason = f"attention is not rebuilt here: {refusal}" if refusal else _NO_ATTENTION
-        if call is not None:
-            try:
-                mixes_nothing = seen.weights.changed is None  # no product with the weights
-                if isinstance(call, SoftmaxCall) and call.made_of is None and mixes_nothing:
-                    raise NotUnderstoodError(NO_SCORES.format(keys=call.scores.shape[3]))
-                read = self._read[id(call)]
-                if isinstance(read, dict):
-                    return self._with_max_logits(seen, call, read)
-                reason = _not_rebuilt(read)
-            except failures() as error:  # hidden states, and other layers, do not depend on it
-                reason = _not_rebuilt(error)
-        return {}, dict.fromkeys(
-            (*_QUERY_VIEWS, "visible", "scores", "max_logits", "head_outputs"), reason
-        )
-
-    def _with_max_logits(
-        self, seen: SeenAttention, call: AttentionCall | SoftmaxCall, read: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Add the largest scores to the views of a call, and say why views are missing."""
-        captured = read | self._max_logits(seen.max_logits)
-        if isinstance(call, SoftmaxCall) and call.joined and "max_logits" in captured:
-            sink = captured.get("sink")
-            captured["max_logits"] += torch.nan if sink is None else sink.cpu()
-        lacking = _QUERY_VIEWS if "query" not in captured else ()
-        missing = dict.fromkeys(lacking, getattr(call, "why_unknown", ""))
-        if id(seen) in self._output_sums:
-            captured["head_outputs"] = self._output_sums[id(seen)]
-        elif seen.weights.outputs is not None:
-            missing["head_outputs"] = _NOT_PROJECTED_ON
-        return captured, missing
-
-    @functools.cached_property
-    def _output_sums(self) -> dict[int, Tensor]:
-        """Sums of the outputs of heads, by id of the attention; alike ones are added together."""
-        groups: dict[Any, list[tuple[int, Tensor]]] = defaultdict(list)
-        masks: dict[Any, Tensor | None] = {}
-        for _, block_call, _ in self._layers:
-            for seen in () if block_call is None else block_call.attentions.values():
-                outputs, call = seen.weights.outputs, seen.call
-                if call is None or not isinstance(outputs, OutputSizes) or outputs.norms is None:
-                    continue
-                norms, known = outputs.norms, outputs.known
-                form = norms.shape, norms.device, call.shape, None if known is None else id(seen)
-                if form not in groups:
-                    valid = self._tokens.valid_at(call.shape, call.sequences, call.places)
-                    counted = None if valid is None else valid.cpu().flatten()
-                    masks[form] = counted if counted is None or known is None else counted[known]
-                groups[form].append((id(seen), norms))
-        found: dict[int, Tensor] = {}
-        for form, group in groups.items():
-            sums = sums_of_squares([norms for _, norms in group], masks[form])
-            found |= zip((key for key, _ in group), sums, strict=True)
-        return found
-
-    @functools.cached_property
-    def _read(self) -> dict[int, dict[str, Any] | Exception]:
-        """The calls of all layers as read, by id; those of one shape have the same padding."""
-        groups: dict[Any, list[AttentionCall | SoftmaxCall]] = defaultdict(list)
-        for _, block_call, _ in self._layers:
-            for seen in () if block_call is None else block_call.attentions.values():
-                if seen.call is not None:
-                    groups[seen.call.shape].append(seen.call)
-        found: dict[int, dict[str, Any] | Exception] = {}
-        for calls in groups.values():
-            valid = self._tokens.valid_at(calls[0].shape, calls[0].sequences, calls[0].places)
-            found |= zip(map(id, calls), read_calls(calls, valid), strict=True)
-        return found
-
-    def _max_logits(self, calls: Sequence[Tensor]) -> dict[str, Any]:
-        """Return the largest score of each head over all calls of one attention."""
-        if not calls:
-            return {}
-        valid = self._tokens.valid_queries
-        of_calls = [over_rows(x.cpu(), valid((x.shape[0], x.shape[2]))) for x in calls]
-        largest = torch.stack(of_calls).amax(dim=0)
-        return {"max_logits": largest.masked_fill(largest == -torch.inf, torch.nan)}
-
-
-def _not_rebuilt(error: Exception) -> str:
-    """Say why attention is missing."""
-    if isinstance(error, NotUnderstoodError):
-        return f"attention is not rebuilt here: {error}"
-    return f"attention could not be rebuilt: {type(error).__name__}: {error}"
+        if not ran:
+            return self._not_run
+        unread = _LAST if self._pass.stack.entering else _NESTED
+        return self._pass.selection.why_not_read or unread
 
 
 def _attentions_of(block: Block, block_call: BlockCall | None) -> list[int]:
@@ -649,30 +335,3 @@ def _attentions_of(block: Block, block_call: BlockCall | None) -> list[int]:
     called = seen is not None and seen.call is not None
     shown = called or (block.attends and block.attentions)
     return (block.attention_indices() or [index]) if shown else []
-
-
-def _rows_lost(subject: str, lost: Mapping[int, tuple[int, int]], stack: str) -> Note:
-    """Make the note on rows that are not finite, with the counts of the worst layer."""
-    count, rows = max(lost.values())
-    up_to = "up to " if len(set(lost.values())) > 1 else ""
-    return Note(
-        "rows not finite" if subject == _HIDDEN else f"{subject} not finite",
-        "{subject}{where}: " + up_to + "{lost} of {rows} rows are not finite and were left out",
-        stack, tuple(lost), numbers={"subject": subject, "lost": count, "rows": rows},
-    )  # fmt: skip
-
-
-def _sources_of(kept: SampledRows | None) -> frozenset[str]:
-    """Return the sources of hidden states; feature maps do not have a last token."""
-    return _HIDDEN_ONLY - ({"last"} if kept is not None and len(kept.shape) > 2 else set())
-
-
-def _attended_rows(
-    captured: Mapping[str, Any],
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Return the real queries and the keys that some query sees, as rows, with sequence numbers."""
-    query, key, visible = captured["query"], captured["key"], captured["visible"]
-    visible = visible.expand(*query.shape[:3], key.shape[2])
-    real, seen = visible.any(dim=3).any(dim=1), visible.any(dim=2).any(dim=1)
-    sequences = (real.nonzero()[:, 0].cpu(), seen.nonzero()[:, 0].cpu())
-    return query.transpose(1, 2)[real], key.transpose(1, 2)[seen], sequences

@@ -9,27 +9,18 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from geomon.capture.anatomy import CROSS, Block, Stack
 from geomon.capture.attending.seen import SeenAttention
-from geomon.capture.shards import (
-    WHOLE,
-    ShardingError,
-    Slice,
-    TensorPlace,
-    is_sharded,
-    sharded_along,
-    slice_of,
-    whole,
-)
-from geomon.capture.storage import send
-from geomon.capture.tap import Origins, Plan, Provenance, Stream
+from geomon.capture.selection import RowSelection, SequenceSplit
+from geomon.capture.shards import WHOLE, TensorPlace
+from geomon.capture.tap import Origins, Plan, Provenance
 from geomon.capture.tokens.padding import Padding
 from geomon.capture.tokens.pass_tokens import KnownTokens, PassTokens
-from geomon.capture.tokens.sampling import Draw, MemoryLimit, SampledRows
+from geomon.capture.tokens.sampling import MemoryLimit, RowSampler, SampledRows
 from geomon.capture.weights import Norms, said
+from geomon.note_kinds import NoteKind
 
 Shape = tuple[int, ...]
 TensorId = tuple[int, Shape]  # address and shape, which identify a tensor while it lives
@@ -100,6 +91,30 @@ class BlockCall:
             seen.heads = None
 
 
+class OwnerCall:
+    """The call of a stack's owner that makes a pass.
+
+    Attributes:
+        running: Whether the owner is running.
+        over: Whether it has returned.
+        with_gradients: Whether it records gradients.
+        passed_over: Number of later calls, which do not count.
+    """
+
+    def __init__(self) -> None:
+        self.running = self.over = self.with_gradients = False
+        self.passed_over = 0
+
+    def begin(self, *, with_gradients: bool) -> None:
+        """Handle the beginning of the call, or of one that goes on with its output."""
+        self.running, self.over, self.with_gradients = True, False, with_gradients
+
+    def end(self) -> None:
+        """Handle the return of the owner."""
+        self.over |= self.running
+        self.running = False
+
+
 class StackPass:
     """One pass through a stack: its block calls, and what is known about all of them.
 
@@ -108,24 +123,20 @@ class StackPass:
         memory: Memory limit of the rows, with their sampler.
         first: Whether the stack is the model's first one.
         place: Place of this rank among those that share the weights of the blocks.
+        tokens: Tokens of a pass with the same arguments. Defaults to None, for new ones.
 
     Attributes:
         stack: The stack.
-        memory: Memory limit of the rows, with their sampler.
-        place: Place of this rank among those that share the weights of the blocks.
-        running: Whether the stack's owner is running.
-        over: Whether the owner has returned.
-        with_gradients: Whether the pass records gradients.
-        passed_over: Number of later passes, which do not count.
+        is_part: Whether other ranks may hold other heads of the same attention.
+        owner_call: The call of the stack's owner.
         tokens: The tokens of the pass: padding, token ids, sequences, sampled rows.
+        selection: Which rows of the hidden states are kept.
         block_calls: The calls that count, in order.
         input_rows: Rows of the hidden states that entered the first of these calls.
         last_output_id: Address and shape of the output of the last block that was called.
         last_output: That output, kept so that no other tensor gets its address.
         normed: Rows of the final norm's output, and the name of the norm.
         mode: "train" or "eval"; "" if no block was called.
-        dtype: Data type of the hidden states in the model.
-        why_not_read: Why hidden states were not read; "" if they were.
         remarks: Remarks on the order of the blocks, for the reader of the numbers.
     """
 
@@ -136,31 +147,19 @@ class StackPass:
         *,
         first: bool = True,
         place: TensorPlace = WHOLE,
+        tokens: PassTokens | None = None,
     ) -> None:
-        self.stack, self.memory, self.place = stack, memory, place
-        self.running = self.over = self.with_gradients = False
-        self.passed_over = 0
-        length_first = any(
-            said(attention.module, "batch_first") is False
-            for block in stack.blocks
-            for attention in block.attentions
-        )
-        decodes = any(block.attention_index(CROSS) is not None for block in stack.blocks)
-        padding = Padding(first=first, decodes=decodes)
-        self.tokens = PassTokens(memory.sampler, padding, length_first=length_first)
+        self.stack, self.is_part = stack, place.shards > 1 or not stack.is_whole
+        self.owner_call = OwnerCall()
+        self.tokens = _new_tokens(stack, memory.sampler, first=first) if tokens is None else tokens
+        self.selection = RowSelection(memory, self.tokens, SequenceSplit(place, self.tokens))
         self.block_calls: list[BlockCall] = []
         self.input_rows: SampledRows | None = None
         self.last_output_id: TensorId | None = None
         self.last_output: Tensor | None = None
         self.normed: tuple[SampledRows, str] | None = None
-        self.dtype = torch.float32
-        self.mode = self.why_not_read = ""
-        self.remarks: dict[str, None] = {}
-        self._draws: dict[tuple[Slice, torch.device], Draw] = {}
-        # Dimension along which ranks share hidden states that are plain tensors, and whether it is
-        # known yet.
-        self._along: int | None = None
-        self._along_is_known = place.shards == 1
+        self.mode = ""
+        self.remarks: dict[NoteKind, str] = {}
 
     # -- which rows are kept ---------------------------------------------------------------------
 
@@ -169,61 +168,13 @@ class StackPass:
         """Shape of the hidden states that entered the first of the calls, without the width."""
         return self.tokens.shape
 
-    @property
-    def is_part(self) -> bool:
-        """Whether other ranks may hold other heads of the same attention."""
-        return self.place.shards > 1 or not self.stack.is_whole
-
     def shape_at(self, block_call: BlockCall) -> Shape:
         """Return the shape of the hidden states that entered a block, without the width."""
         return self.shape if block_call.shape is None else block_call.shape
 
-    def part_of(self, hidden: Tensor, rows: Tensor) -> Slice | None:
-        """Locate this rank's hidden states in the whole tensor; None if they cannot be read.
-
-        Tensor parallelism may split plain tensors along the sequence: token ids or attention that
-        are a multiple as long show it (`take_attention`).
-        """
-        part = tuple(rows.shape[:-1])
-        if type(hidden) is not Tensor and is_sharded(hidden):
-            try:
-                return slice_of(hidden)
-            except ShardingError as error:
-                self.why_not_read = f"{error}"
-                return None
-        if not self._along_is_known:
-            self._look_at_ids(part)
-        if self._along is None or part == self.shape:
-            return whole(part)
-        return sharded_along(self._along, part, self.place)
-
-    def draw(self, part: Slice, rows: Tensor, stream: Stream, *, with_last: bool) -> Draw:
-        """Return which rows to copy of this part of hidden states; equal shapes get equal rows."""
-        found = self._draws.get((part, rows.device))
-        if found is not None:
-            return found
-        self.tokens.ids.meet(part.shape, lambda: stream.rows_of(rows) if part.is_whole else {})
-        if not self.shape:
-            self.memory.fit_rows(rows.shape[-1])
-            self.tokens.begin(part.shape)
-            self.dtype = rows.dtype
-        indices, last = self.tokens.rows(self._unfolded(part.shape)), None
-        own, places = part.inside(indices)
-        if with_last and (ends := self.tokens.last(part.shape)) is not None:
-            own_ends, more = part.inside(ends)
-            last, places = ends[own_ends], torch.cat([places, more])
-        start = () if part.is_whole else part.start
-        found = Draw(send(places, rows.device), indices[own], last, part.shape, start)
-        self._draws[part, rows.device] = found
-        return found
-
     def possible_shapes(self, block_call: BlockCall) -> list[Shape]:
         """List the shapes that a block's input may have over all ranks."""
-        shape = self.shape_at(block_call)
-        if self._along_is_known:
-            return [shape]
-        dims = range(len(shape))
-        return [shape, *(sharded_along(dim, shape, self.place).shape for dim in dims)]
+        return self.selection.split.possible_shapes(self.shape_at(block_call))
 
     def take_attention(self, block_call: BlockCall, shape: Shape) -> None:
         """Accept the shape of hidden states over all ranks that attention has shown.
@@ -231,22 +182,14 @@ class StackPass:
         Rows sampled before, under the assumption of a smaller shape, are dropped.
         """
         part = self.shape_at(block_call)
-        self._along_is_known = True
-        if shape == part:
+        if not self.selection.split.settle(part, shape):
             return
-        self._along = next(dim for dim in range(len(part)) if shape[dim] != part[dim])
         self.input_rows = None
-        self._draws.clear()
+        self.selection.forget_draws()
         for other in self.block_calls:
             other.hidden = other.summed = None
             other.shape = shape if other.shape == part else other.shape
         self.tokens.begin(shape)
-
-    def _look_at_ids(self, part: Shape) -> None:
-        longer = [sharded_along(dim, part, self.place).shape for dim in range(len(part))]
-        shape = self.tokens.ids.first_fitting([part, *longer])
-        self._along_is_known = shape is not None
-        self._along = None if shape in (None, part) else longer.index(shape)
 
     @property
     def adds_outside(self) -> bool:
@@ -270,12 +213,7 @@ class StackPass:
 
     def without_padding(self, rows: SampledRows, known: KnownTokens) -> SampledRows:
         """Remove rows of hidden states that are now known to be padding."""
-        return known.without_padding(rows, self._unfolded(rows.shape))
-
-    def _unfolded(self, shape: Shape) -> Shape:
-        """Return the shape of rows where they enter the stack, in case a block flattens them."""
-        flattened = shape != self.shape[::-1] and math.prod(shape) == math.prod(self.shape)
-        return self.shape if flattened else shape
+        return known.without_padding(rows, self.tokens.unfolded(rows.shape))
 
     # -- which layers they make ------------------------------------------------------------------
 
@@ -309,6 +247,17 @@ class StackPass:
     def _longest(self) -> Shape:
         """Shape, without the width, of the block input with the most tokens."""
         return max(map(self.shape_at, self.block_calls), key=math.prod, default=())
+
+
+def _new_tokens(stack: Stack, sampler: RowSampler, *, first: bool) -> PassTokens:
+    """Begin to collect the tokens of a pass, given what modules say of their order."""
+    length_first = any(
+        said(attention.module, "batch_first") is False
+        for block in stack.blocks
+        for attention in block.attentions
+    )
+    decodes = any(block.attention_index(CROSS) is not None for block in stack.blocks)
+    return PassTokens(sampler, Padding(first=first, decodes=decodes), length_first=length_first)
 
 
 def _is_part(shape: Shape, whole: Shape) -> bool:

@@ -25,6 +25,7 @@ from geomon.capture.tokens.sampling import (
 )
 from geomon.capture.tokens.token_ids import Lookup
 from geomon.capture.tracker import Tracker
+from geomon.note_kinds import NoteKind
 
 _SEVERAL = (
     "blocks return several tensors of the shape of hidden states, and the first is measured. If "
@@ -167,15 +168,15 @@ class HiddenStates:
         if form not in self._are_maps:
             self._are_maps[form] = has_width_second(rows, block, entering=entering)
         rows = rows.movedim(1, -1) if self._are_maps[form] else rows
-        return Boundary(hidden, rows, stack_pass.part_of(hidden, rows))
+        return Boundary(hidden, rows, stack_pass.selection.part_of(hidden, rows))
 
     def _copy(self, stack_pass: StackPass, states: Boundary) -> SampledRows | None:
         """Copy the sampled rows of hidden states; None if they cannot be read."""
         if states.part is None:
             return None
-        draw = stack_pass.draw(
+        draw = stack_pass.selection.draw(
             states.part, states.rows, self.stream, with_last=self._keeps_last
-        )  # fmt: skip
+        )
         return draw.copy(states.rows)
 
     def enter(
@@ -213,10 +214,10 @@ class HiddenStates:
         if not block_call.handed_on:
             again = any(call.block == block_call.block for call in earlier)
             if again and not self.stream.origins(states.whole):
-                stack_pass.remarks[_RESTARTS] = None
+                stack_pass.remarks[NoteKind.CALLED_ON_OTHERS] = _RESTARTS
             before = self._last_input
             if before is not None and earlier and tensor_id == place_of(before):
-                stack_pass.remarks[_SIDE_BY_SIDE] = None
+                stack_pass.remarks[NoteKind.SIDE_BY_SIDE] = _SIDE_BY_SIDE
 
     def _take_before(
         self, stack_pass: StackPass, module: nn.Module, states: Boundary | None, *,
@@ -301,8 +302,8 @@ class HiddenStates:
             return
         if not sees_between:
             if place_of(hidden) != stack_pass.last_output_id:
-                stack_pass.remarks[_HIDES_BETWEEN] = None
-        elif self.stream.is_sum(hidden) and _SIDE_BY_SIDE not in stack_pass.remarks:
+                stack_pass.remarks[NoteKind.UNSEEN_BETWEEN] = _HIDES_BETWEEN
+        elif self.stream.is_sum(hidden) and NoteKind.SIDE_BY_SIDE not in stack_pass.remarks:
             states = self._look_at(stack_pass, hidden, module, entering=True)
             before.summed = self._copy(stack_pass, states)
 
@@ -319,9 +320,9 @@ def _choose(stack_pass: StackPass, block_call: BlockCall, returned: list[Tensor]
     hidden = next(iter(alike), made[0])
     wide = [x for x in made if x.ndim == hidden.ndim and x.shape[-1] == hidden.shape[-1]]
     if len(alike) > 1:
-        stack_pass.remarks[_SEVERAL] = None
+        stack_pass.remarks[NoteKind.SEVERAL_OUTPUTS] = _SEVERAL
     elif len(wide) > 1 and hidden.ndim > 2:
-        stack_pass.remarks[_OTHER_LENGTHS] = None
+        stack_pass.remarks[NoteKind.OUTPUTS_OF_OTHER_LENGTHS] = _OTHER_LENGTHS
     return hidden
 
 

@@ -11,6 +11,7 @@ from geomon.capture.anatomy import Anatomy, find_anatomy, join_anatomies
 from geomon.capture.calling.batch import has_forward
 from geomon.capture.weights import said, stored_weight
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 
 _FUNCTION = (
     "in a pipeline the probe is a function that runs one pass of the schedule on every rank, for "
@@ -102,7 +103,7 @@ class ModelParts:
         state = "one weight" if is_tied else "two weights"
         text = "tie_word_embeddings is {wanted}, but embedding and unembedding are {state}"
         numbers = {"wanted": str(wanted), "state": state}
-        return [Note("ties", text, numbers=numbers, is_odd=True)]
+        return [Note(NoteKind.TIES, text, numbers=numbers, is_odd=True)]
 
     def check_probe(self, inputs: Any) -> None:
         """Raise an error if no pass can be made over the inputs.

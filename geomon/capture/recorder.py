@@ -177,7 +177,7 @@ class AttentionRecorder:
         """Record the first call of an attention, and what it shows of the tokens."""
         stack_pass, block_call, _ = current
         seen = block_call.seen(index)
-        seen.call, seen.route = record_call(stack_pass.memory.sampler, call), route
+        seen.call, seen.route = record_call(stack_pass.selection.memory.sampler, call), route
         self._unproved = seen if isinstance(block_call.provenance, Learner) else None
         if self._wants_outputs:
             self._await_outputs(block_call, seen, seen.call)
@@ -264,7 +264,7 @@ class AttentionRecorder:
         rows = stack_pass.input_rows
         try:
             call, columns = record_softmax(
-                stack_pass.memory.sampler, scores, dim,
+                stack_pass.selection.memory.sampler, scores, dim,
                 (*shape, 0 if rows is None else rows.values.shape[-1]), products,
                 scale=provenance.scale(scores), find_columns=provenance.columns,
             )  # fmt: skip

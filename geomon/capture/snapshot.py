@@ -14,9 +14,67 @@ from torch import Tensor
 from geomon.capture.storage import send
 from geomon.failures import failures
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 
 # Rows stay here unless an accelerator measures them.
 HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Declares a source: something that the window observes, from which it captures views.
+
+    Attributes:
+        shared: How ranks with the same tokens share its views: "rows" or "heads" if each may have
+            some of them; "whole" if one rank's views are those of the layer.
+        number: Attribute of `Part` with the index of each row, for shared rows.
+        queries: View of the queries, one for each head, for shared heads.
+        keys: View of the keys, one for each key head, for shared heads.
+        is_one: Whether its views describe one operation, so that parts with different views cannot
+            be joined. Sums and extremes can.
+        shown_by: View that is there if the source was seen. The others are missing together with
+            it, or for harmless reasons (a model without token ids, attention whose queries are not
+            seen). "" if nobody expects the source.
+        text: Name of the source, as shown to people.
+    """
+
+    shared: Literal["rows", "heads", "whole"]
+    number: str = ""
+    queries: str = ""
+    keys: str = ""
+    is_one: bool = False
+    shown_by: str = ""
+    text: str = ""
+
+
+# Sources of a transformer's layer; the input of the first block has hidden states only.
+SOURCES: dict[str, Source] = {
+    "hidden": Source(shared="rows", number="rows", shown_by="hidden", text="hidden states"),
+    "last": Source(
+        shared="rows", number="last_rows", shown_by="last_hidden",
+        text="hidden states of the last tokens",
+    ),
+    "attention": Source(
+        shared="heads", queries="query", keys="key", is_one=True, shown_by="visible",
+        text="attention",
+    ),
+    "projection": Source(
+        shared="heads", queries="projected_query", keys="projected_key",
+        shown_by="projected_query", text="queries and keys as projected",
+    ),
+    "weights": Source(shared="whole"),
+    "moves": Source(shared="whole"),
+    "routing": Source(shared="whole"),
+}  # fmt: skip
+
+
+def sources_shared_by(shared: Literal["rows", "heads", "whole"]) -> frozenset[str]:
+    """Return the sources whose views ranks with the same tokens share in this way.
+
+    Args:
+        shared: The way (see `Source`).
+    """
+    return frozenset(name for name, source in SOURCES.items() if source.shared == shared)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +82,8 @@ class CapturedView:
     """Declares a captured view: all that other rooms need to know about it.
 
     Attributes:
-        source: Source that the window reads: "hidden", "last", "attention", "projection",
-            "weights", "moves" or "routing". A window observes only the sources that are requested.
+        source: Source that the window reads, from `SOURCES`. A window observes only the sources
+            that are requested.
         rows: Unit of its first dimension: "tokens", "queries", "keys" (as projected) or
             "sequences"; "" for none of these.
         heads: Dimension of its heads: "first" or "second"; "shared" if the second may be 1 for all
@@ -37,6 +95,11 @@ class CapturedView:
         without: How to leave out a group of sequences, for margins: "sliced" by rows, "same", or
             "refused".
         text: One line of meaning, with the shape.
+        origin: "batch" if it is known before any block has run, so that rows of weights lack it;
+            "block" if it compares a block's output with the layer before, so that other layers lack
+            it. Defaults to "", for the layer itself.
+        is_sampled: Whether dimension 2 counts the sampled queries, or is 1 for all of them.
+            Defaults to False.
     """
 
     source: str
@@ -45,16 +108,18 @@ class CapturedView:
     merge: Literal["rows", "numbers", "padded", "grid", "largest", "sum", "same", "first"]
     without: Literal["sliced", "same", "refused"]
     text: str
+    origin: Literal["batch", "block", ""] = ""
+    is_sampled: bool = False
 
 
 def _of_rows(
     source: str, rows: Literal["tokens", "queries", "keys"], text: str, *, numbers: bool = False,
-    heads: Literal["second", ""] = "",
+    heads: Literal["second", ""] = "", origin: Literal["batch", "block", ""] = "",
 ) -> CapturedView:  # fmt: skip
     """Declare a view with an entry for each row."""
     return CapturedView(
         source=source, rows=rows, heads=heads, merge="numbers" if numbers else "rows",
-        without="sliced", text=text,
+        without="sliced", text=text, origin=origin,
     )  # fmt: skip
 
 
@@ -64,26 +129,32 @@ def _of_layer(source: str, text: str) -> CapturedView:
 
 
 def _of_sequences(
-    merge: Literal["padded", "grid"], text: str, heads: Literal["second", "shared"] = "second"
-) -> CapturedView:
+    merge: Literal["padded", "grid"], text: str, heads: Literal["second", "shared"] = "second", *,
+    is_sampled: bool = True,
+) -> CapturedView:  # fmt: skip
     """Declare a view of the sampled sequences of attention."""
     return CapturedView(
-        source="attention", rows="sequences", heads=heads, merge=merge, without="sliced", text=text
-    )
+        source="attention", rows="sequences", heads=heads, merge=merge, without="sliced",
+        text=text, is_sampled=is_sampled,
+    )  # fmt: skip
 
 
 _HIDDEN = {
     "hidden": _of_rows("hidden", "tokens", "hidden states, [tokens, width]"),
-    "token_ids": _of_rows("hidden", "tokens", "token ids, [tokens]"),
-    "positions": _of_rows("hidden", "tokens", "positions in their sequences, [tokens]"),
+    "token_ids": _of_rows("hidden", "tokens", "token ids, [tokens]", origin="batch"),
+    "positions": _of_rows(
+        "hidden", "tokens", "positions in their sequences, [tokens]", origin="batch"
+    ),
     "sequences": _of_rows(
-        "hidden", "tokens", "number of the sequence of each row, [tokens]", numbers=True
+        "hidden", "tokens", "number of the sequence of each row, [tokens]", numbers=True,
+        origin="batch",
     ),
     "additions": _of_rows(
-        "hidden", "tokens", "norm before the block, norm, cosine of row and addition, [tokens, 3]"
+        "hidden", "tokens", "norm before the block, norm, cosine of row and addition, [tokens, 3]",
+        origin="block",
     ),
     "precision": _of_layer("hidden", "spacing of the captured numbers at 1: eps of their dtype"),
-}
+}  # fmt: skip
 
 # Name prefix of views of each sequence's last token that is not padding.
 LAST = "last_"
@@ -92,7 +163,9 @@ CAPTURED: dict[str, CapturedView] = {
     **_HIDDEN,
     **{LAST + name: replace(view, source="last") for name, view in _HIDDEN.items()},
     "query": _of_sequences("padded", "as attended, [sequences, heads, queries, head width]"),
-    "key": _of_sequences("padded", "as attended, [sequences, key heads, keys, head width]"),
+    "key": _of_sequences(
+        "padded", "as attended, [sequences, key heads, keys, head width]", is_sampled=False
+    ),
     "visible": _of_sequences(
         "grid", "bool, broadcastable to [sequences, heads, queries, keys]", "shared"
     ),
@@ -150,19 +223,20 @@ def source_of(view: str) -> str:
     return CAPTURED[view].source
 
 
-# Sources of a transformer's layer; the input of the first block has hidden states only.
-SOURCES = frozenset(map(source_of, CAPTURED))
+def views_of(source: str) -> tuple[str, ...]:
+    """Return the captured views of a source.
 
-# Captured views with one entry for each row of hidden states.
-ROW_VIEWS = tuple(
-    name for name, view in CAPTURED.items() if (view.source, view.rows) == ("hidden", "tokens")
-)
+    Args:
+        source: One of `SOURCES`.
+    """
+    return tuple(name for name in CAPTURED if source_of(name) == source)
 
-# Views that compare the output of a block with the layer before. Other layers lack them.
-ADDITIONS = ("additions", f"{LAST}additions")
 
 # Views that exist before any block has run, but not for rows of weights.
-OF_THE_BATCH = frozenset(ROW_VIEWS) - {"hidden", *ADDITIONS}
+OF_THE_BATCH = frozenset(name for name, view in CAPTURED.items() if view.origin == "batch")
+
+# Views that compare the output of a block with the layer before. Other layers lack them.
+ADDITIONS = frozenset(name for name, view in CAPTURED.items() if view.origin == "block")
 
 # Extra layers that are measured if requested by name: the final norm's output, and the rows of two
 # weight matrices.
@@ -191,17 +265,20 @@ def check_extra_layers(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in EXTRA_LAYERS if name in asked)
 
 
-def group_by_layer(reasons: Mapping[tuple[str, str], Iterable[int]], stack: str = "") -> list[Note]:
+def group_by_layer(
+    kind: NoteKind, reasons: Mapping[tuple[str, str], Iterable[int]], stack: str = ""
+) -> list[Note]:
     """Make one note for each (subject, reason), with the layers where it applies.
 
     Args:
+        kind: Kind of the notes.
         reasons: Depths of the layers, by subject and reason.
         stack: Name of their stack. Defaults to "".
     """
     return [
         Note(
-            f"{subject}: {reason}", "{subject}{where}: {reason}", stack, tuple(layers),
-            numbers={"subject": subject, "reason": reason},
+            kind, "{subject}{where}: {reason}", stack, tuple(layers),
+            numbers={"subject": subject, "reason": reason}, about=f"{subject}: {reason}",
         )
         for (subject, reason), layers in reasons.items()
     ]  # fmt: skip
@@ -249,7 +326,7 @@ class Layer:
         missing: Reason for each captured view that is missing.
         stack: Name of the stack of blocks, such as "encoder"; "" if the model has only one.
         sources: Sources that a layer of this kind has ("hidden", "last", "attention",
-            "projection"). Metrics that read other sources skip the layer.
+            "projection" and others). Metrics that read other sources skip the layer.
         of_weights: Whether the rows belong to a weight matrix, equal on every rank, rather than to
             tokens. Metrics of token ids and positions skip the layer. Defaults to False.
         part: Part of the layer that these views hold. Defaults to the whole layer.
@@ -260,7 +337,7 @@ class Layer:
     captured: Mapping[str, Any]
     missing: Mapping[str, str] = field(default_factory=dict)
     stack: str = ""
-    sources: frozenset[str] = SOURCES
+    sources: frozenset[str] = frozenset(SOURCES)
     of_weights: bool = False
     part: Part = EVERYTHING
 
@@ -269,7 +346,7 @@ class Layer:
         """Captured views that a layer of this kind may have."""
         lacking = OF_THE_BATCH if self.of_weights else frozenset[str]()
         if "weights" not in self.sources:  # not the output of a block
-            lacking = lacking.union(ADDITIONS)
+            lacking |= ADDITIONS
         found = (name for name in CAPTURED if source_of(name) in self.sources)
         return frozenset(found) - lacking
 
@@ -522,22 +599,6 @@ class Snapshot:
         return not any(layer.captured.keys() - OF_THE_BATCH for layer in of_blocks)
 
 
-# One view represents each source: the others are missing together with it, or for harmless reasons
-# (a model without token ids, attention whose queries are not seen).
-_STANDS_FOR = {
-    "hidden": "hidden",
-    "last": "last_hidden",
-    "attention": "visible",
-    "projection": "projected_query",
-}
-_WORDS = {
-    "hidden": "hidden states",
-    "last": "hidden states of the last tokens",
-    "attention": "attention",
-    "projection": "queries and keys as projected",
-}
-
-
 class NotSeenError(RuntimeError):
     """The metrics read something that the model has, judged by its anatomy, but it was not seen."""
 
@@ -558,11 +619,12 @@ def explain_missing(snapshot: Snapshot, views: Iterable[str]) -> str | None:
     """
     asked = {source_of(view) for view in views}
     found = []
-    for source in _STANDS_FOR:
-        reasons = _missing(snapshot.layers, source) if source in asked else {}
+    for source, declared in SOURCES.items():
+        expected = source in asked and declared.shown_by
+        reasons = _missing(snapshot.layers, source) if expected else {}
         for reason, layers in reasons.items():
             where = _where(layers, snapshot.layers)
-            found.append(f"{_WORDS[source]} at {where}: {reason}")
+            found.append(f"{declared.text} at {where}: {reason}")
         if source == "hidden" and found:  # nothing else can have been seen there
             break
     if not found:
@@ -576,7 +638,7 @@ def explain_missing(snapshot: Snapshot, views: Iterable[str]) -> str | None:
 
 def _missing(layers: Sequence[Layer], source: str) -> dict[str, list[Layer]]:
     """Layers of stacks that lack the source altogether, by reason."""
-    view = _STANDS_FOR[source]
+    view = SOURCES[source].shown_by
     found: dict[str, list[Layer]] = {}
     for stack in dict.fromkeys(layer.stack for layer in layers):
         expected = [

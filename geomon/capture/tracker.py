@@ -11,9 +11,11 @@ from geomon.capture.anatomy import Anatomy, Block
 from geomon.capture.calling.calls import unwrap
 from geomon.capture.calling.patches import records_gradients
 from geomon.capture.first_pass import BlockCall, StackPass
+from geomon.capture.micro_batches import BatchMemory, MicroBatches
 from geomon.capture.shards import TensorPlace
 from geomon.capture.storage import local_shard
-from geomon.capture.tokens.sampling import MemoryLimit, RowSampler, derive_seed
+from geomon.capture.tokens.pass_tokens import PassTokens
+from geomon.capture.tokens.sampling import MemoryLimit
 from geomon.capture.tokens.token_ids import TokenIds
 
 
@@ -42,6 +44,7 @@ class Tracker:
             they are known). Empty if a batch is one pass.
 
     Attributes:
+        memory: Memory limits of the rows.
         passes: For each stack, the pass that counts or will count.
         other_thread: Whether a block ran in another thread.
         no_rows: Why block calls were refused because of their input, or None.
@@ -57,13 +60,10 @@ class Tracker:
         place: TensorPlace,
         micro_batches: Sequence[Callable[[], int]],
     ) -> None:
-        self._limit, self._rows, self._seed, self._place = limit, rows, seed, place
-        self._micro_batches = micro_batches
-        self._memories: list[MemoryLimit] = []  # one per micro-batch, with its sampler
-        self._stacks = anatomy.stacks
+        self._stacks, self._place = anatomy.stacks, place
+        self.memory = BatchMemory(limit, rows=rows, seed=seed, counts=micro_batches)
+        self._micro_batches = MicroBatches(anatomy.stacks, micro_batches)
         self.passes = [self._new_pass(number) for number in range(len(anatomy.stacks))]
-        self._earlier: list[list[StackPass]] = [[] for _ in self.passes]  # of micro-batches
-        self._calls = [0] * len(self.passes)  # calls of the part that holds the stack
         self._thread = threading.get_ident()
         self.other_thread = False
         self.no_rows: str | None = None
@@ -94,14 +94,21 @@ class Tracker:
         return stack_pass, block_call, stack_pass.stack.blocks[block_call.block]
 
     @property
+    def has_attention(self) -> bool:
+        """Whether the call of any attention was seen."""
+        calls = (call for stack_pass in self.passes for call in stack_pass.block_calls)
+        return any(seen.route for call in calls for seen in call.attentions.values())
+
+    @property
     def in_block(self) -> bool:
         """Whether a block is running, whether or not its call counts."""
         return bool(self._running)
 
     def is_over(self, *, with_gradients: bool) -> bool:
         """Whether no later pass can count; if `with_gradients`, a pass with gradients still can."""
-        over = all(x.over and (x.with_gradients or not with_gradients) for x in self.passes)
-        return over and not self._micro_batches
+        calls = [stack_pass.owner_call for stack_pass in self.passes]
+        over = all(call.over and (call.with_gradients or not with_gradients) for call in calls)
+        return over and not self._micro_batches.has_pipeline
 
     @property
     def above(self) -> bool:
@@ -110,37 +117,21 @@ class Tracker:
 
     def is_inferring(self, number: int) -> bool:
         """Whether a pipeline stage only infers shapes, from meaningless numbers."""
-        return self._count(number) == 0
+        return self._micro_batches.count(number) == 0
 
     def ids_to_come(self) -> list[TokenIds]:
         """List the token ids of the passes to which integers received now may belong."""
-        running = [stack_pass for stack_pass in self.passes if stack_pass.running]
+        running = [stack_pass for stack_pass in self.passes if stack_pass.owner_call.running]
         return [
             stack_pass.tokens.ids
             for stack_pass in running or self.passes
-            if not stack_pass.over and not (stack_pass.block_calls and stack_pass not in running)
+            if not stack_pass.owner_call.over
+            and not (stack_pass.block_calls and stack_pass not in running)
         ]
 
     def of_batch(self) -> Iterator[list[StackPass]]:
         """Iterate over the passes through all stacks: one, or one for each micro-batch."""
-        every = [[*x, last] for x, last in zip(self._earlier, self.passes, strict=True)]
-        every = [passes[self._inferred(n) :] for n, passes in enumerate(every)]
-        count = min(map(len, every), default=1)
-        count = min([count, *(known() or count for known in self._micro_batches)])
-        return ([passes[n] for passes in every] for n in range(count))
-
-    def memory(self, number: int = 0) -> MemoryLimit:
-        """Return the memory limit of a micro-batch, with its sampler."""
-        counts = [count() for count in self._micro_batches]
-        count = max(counts, default=1)
-        if not count:  # nothing is sampled before the count is known
-            return self._limit(RowSampler(self._rows, self._seed))
-        while len(self._memories) <= number:
-            place = len(self._memories)
-            rows = self._rows // count + (place < self._rows % count)
-            seed = derive_seed(self._seed, "micro-batch", place) if place else self._seed
-            self._memories.append(self._limit(RowSampler(rows, seed), share=count))
-        return self._memories[number]
+        return self._micro_batches.passes(self.passes)
 
     # -- what happens ----------------------------------------------------------------------------
 
@@ -158,9 +149,11 @@ class Tracker:
         self._end_open_pass(number, module)
         self._above.add(id(module))
         if module is unwrap(self._stacks[number].above[0]):
-            self._begin_micro_batch(number)
+            micro_batch = self._micro_batches.begin(number, self.passes[number])
+            if micro_batch is not None:
+                self.passes[number] = self._new_pass(number, micro_batch)
         stack_pass = self.passes[number]
-        if stack_pass.block_calls or stack_pass.over:
+        if stack_pass.block_calls or stack_pass.owner_call.over:
             return [], False
         around = [x for x in self.passes if x.stack.part == stack_pass.stack.part]
         shared = stack_pass is around[0] and len(around) > 1  # a module around all stacks
@@ -169,14 +162,14 @@ class Tracker:
     def _end_open_pass(self, number: int, module: nn.Module) -> None:
         """End a pass that nobody ended if a module around its owner is called again."""
         stack_pass, above = self.passes[number], self._stacks[number].above
-        if not (stack_pass.running and stack_pass.block_calls):
+        if not (stack_pass.owner_call.running and stack_pass.block_calls):
             return
         outside = itertools.takewhile(lambda each: each is not stack_pass.stack.owner, above)
         if not self._above:  # it never returned
             self._begin_again(number)
         elif any(module is unwrap(each) for each in outside):
             self.leave_owner(number)
-            stack_pass.passed_over += 1
+            stack_pass.owner_call.passed_over += 1
 
     def leave_above(self, module: nn.Module) -> None:
         """Handle the return of a module around a stack; the outermost one ends all passes."""
@@ -188,22 +181,20 @@ class Tracker:
     def call_owner(self, number: int, *, goes_on: bool) -> None:
         """Handle the call of a stack's owner, which may go on with the output of its blocks."""
         stack_pass, with_gradients = self.passes[number], records_gradients()
+        call = stack_pass.owner_call
         if self.is_inferring(number):
             return
-        if stack_pass.over and not (goes_on and with_gradients == stack_pass.with_gradients):
-            stack_pass.passed_over += with_gradients == stack_pass.with_gradients
+        if call.over and not (goes_on and with_gradients == call.with_gradients):
+            call.passed_over += with_gradients == call.with_gradients
             return
-        if stack_pass.block_calls and not stack_pass.over:  # a pass that never returned
-            stack_pass = self._begin_again(number)
-        stack_pass.running, stack_pass.over = True, False
-        stack_pass.with_gradients = with_gradients
+        if stack_pass.block_calls and not call.over:  # a pass that never returned
+            call = self._begin_again(number).owner_call
+        call.begin(with_gradients=with_gradients)
         self._running.clear()
 
     def leave_owner(self, number: int) -> None:
         """Handle the return of a stack's owner."""
-        stack_pass = self.passes[number]
-        stack_pass.over |= stack_pass.running
-        stack_pass.running = False
+        self.passes[number].owner_call.end()
 
     def begin_call(
         self, number: int, index: int, module: nn.Module, hidden: Tensor | None
@@ -216,7 +207,8 @@ class Tracker:
         together.
         """
         stack_pass = self.passes[number]
-        if self._above and not (stack_pass.running or stack_pass.over or stack_pass.block_calls):
+        call = stack_pass.owner_call
+        if self._above and not (call.running or call.over or stack_pass.block_calls):
             self.call_owner(number, goes_on=False)  # which nobody has called
         counts = self._counts(number, index, module, hidden)
         if counts and not _goes_on(stack_pass, index, module):
@@ -232,10 +224,10 @@ class Tracker:
             self.no_rows = why
             return False
         stack_pass = self.passes[number]
-        if self.is_inferring(number) or stack_pass.over:
+        if self.is_inferring(number) or stack_pass.owner_call.over:
             return False
         again = any(call.block == index for call in stack_pass.block_calls)
-        return stack_pass.running or not again or _goes_on(stack_pass, index, module)
+        return stack_pass.owner_call.running or not again or _goes_on(stack_pass, index, module)
 
     def end_call(self, module: nn.Module) -> tuple[StackPass, BlockCall] | None:
         """Remove a block's call from the running ones, with inner calls that an exception ended."""
@@ -247,63 +239,36 @@ class Tracker:
 
     def forget(self) -> None:
         """Release all rows; nothing can be seen afterwards."""
-        for passes in (self.passes, *self._earlier):
-            passes.clear()
+        self.passes.clear()
+        self._micro_batches.forget()
 
-    # -- micro-batches, and passes without gradients ---------------------------------------------
+    # -- new passes ------------------------------------------------------------------------------
 
-    def _new_pass(self, number: int, micro_batch: int = 0) -> StackPass:
+    def _new_pass(
+        self, number: int, micro_batch: int = 0, tokens: PassTokens | None = None
+    ) -> StackPass:
         stack = self._stacks[number]
         first = not number or self._stacks[number - 1].part != stack.part  # of its part
-        return StackPass(stack, self.memory(micro_batch), first=first, place=self._place)
+        memory = self.memory.of(micro_batch)
+        return StackPass(stack, memory, first=first, place=self._place, tokens=tokens)
 
     def _begin_again(self, number: int) -> StackPass:
         """Replace a pass that never returned by one with the same arguments."""
         tokens = self.passes[number].tokens
         tokens.forget_states()
-        self.passes[number] = self._new_pass(number)
-        self.passes[number].tokens = tokens
+        self.passes[number] = self._new_pass(number, tokens=tokens)
         return self.passes[number]
-
-    def _inferred(self, number: int) -> int:
-        """Count the calls of a stage before its first micro-batch.
-
-        Between training and evaluation, torch calls a stage once more to infer shapes.
-        """
-        calls, count = self._calls[number], self._count(number) or 0
-        return calls % count == 1 if count > 1 else count == 1 < calls
-
-    def _count(self, number: int) -> int | None:
-        """Count the micro-batches of a stage (0 before they are known); None without a pipeline."""
-        counts = self._micro_batches
-        return counts[self._stacks[number].part]() if counts else None
 
     def _prefer_gradients(self, module: nn.Module) -> None:
         """Forget passes without gradients when a pass with gradients begins."""
         if not records_gradients():
             return
         for number, stack_pass in enumerate(self.passes):
-            passed = stack_pass.over and not stack_pass.with_gradients
+            call = stack_pass.owner_call
+            passed = call.over and not call.with_gradients
             if passed and any(x is stack_pass.stack.owner for x in module.modules()):
-                self._earlier[number].clear()
-                self._calls[number] = 0
-                self.passes[number] = self._new_pass(number)  # the first micro-batch again
-
-    def _begin_micro_batch(self, number: int) -> None:
-        """Begin the pass of a further micro-batch if a stage is called again.
-
-        One more than a batch has is kept, because the first call may only infer shapes.
-        """
-        earlier, stack_pass, count = self._earlier[number], self.passes[number], self._count(number)
-        if count is None:
-            return
-        self._calls[number] += 1
-        if self._calls[number] == 1:
-            self.passes[number] = self._new_pass(number)
-        elif stack_pass.over and len(earlier) < count:
-            stack_pass.last_output = None
-            earlier.append(stack_pass)
-            self.passes[number] = self._new_pass(number, len(earlier))
+                self._micro_batches.begin_again(number)
+                self.passes[number] = self._new_pass(number)
 
 
 def _goes_on(stack_pass: StackPass, index: int, module: nn.Module) -> bool:

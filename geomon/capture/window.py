@@ -5,9 +5,8 @@ and trigger recompilation. Observers select rows and copy them; their only arith
 logit, which sampling could miss (`capture.attending.max_logit`).
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -16,57 +15,27 @@ import torch
 from torch import nn
 
 from geomon.capture import private
-from geomon.capture.anatomy import Anatomy, Block
-from geomon.capture.anatomy.families import is_callable
-from geomon.capture.anatomy.projections import projects_in_its_own_way
+from geomon.capture.anatomy import Anatomy
 from geomon.capture.assemble import build_snapshot, matrix_layer
 from geomon.capture.attending.seen import SeenAttention
-from geomon.capture.calling.calls import (
-    compiled_in,
-    unwatch_calls,
-    unwrap,
-    watch_calls,
-)
-from geomon.capture.calling.patches import (
-    in_extra_pass,
-    records_gradients,
-    run_eagerly,
-    subclasses,
-)
-from geomon.capture.first_pass import BlockCall, StackPass, attention_key
-from geomon.capture.hidden_states import HiddenStates, find_entering, first_tensor, floating
-from geomon.capture.modes import unseen, without_modes
-from geomon.capture.recorder import AttentionRecorder, failing_silently
-from geomon.capture.shards import (
-    WHOLE,
-    TensorPlace,
-    first_feature,
-)
-from geomon.capture.snapshot import (
-    EMBEDDING,
-    FINAL_NORM,
-    HOST,
-    UNEMBEDDING,
-    Snapshot,
-    source_of,
-)
-from geomon.capture.storage import local_shard
-from geomon.capture.tap import DepartedError, Plans, Tap
-from geomon.capture.tap.operators import tensors_in
-from geomon.capture.tokens.sampling import (
-    MemoryLimit,
-    move_width_last,
-)
+from geomon.capture.first_pass import StackPass, attention_key
+from geomon.capture.guard import Guard
+from geomon.capture.modes import without_modes
+from geomon.capture.observer import PassObserver
+from geomon.capture.pass_recorder import PassRecorder
+from geomon.capture.shards import WHOLE, TensorPlace
+from geomon.capture.snapshot import EMBEDDING, HOST, UNEMBEDDING, Snapshot
+from geomon.capture.tap import Plans
 from geomon.capture.tracker import Tracker
-from geomon.capture.weights import WeightNorms
+from geomon.capture.wanted import Wanted
 from geomon.failures import failures
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 
 _FORCED = (
     "compiled code of the training ran eagerly while it was watched: dropout draws other random "
     "numbers then, and memory use may be higher: measure by a probe"
 )
-
 
 _ADAPTED = (
     "these are the rows of the matrix itself, without the contribution of the adapter around it "
@@ -117,7 +86,6 @@ class Window:
             to it. Defaults to None, for nothing.
 
     Attributes:
-        seconds: Time taken from the training.
         settled: Whether nothing has interrupted the opening or the closing of the window.
         inputs: Positional and keyword arguments of the model's first call.
     """
@@ -138,61 +106,32 @@ class Window:
         charge: Callable[[], AbstractContextManager[None]] = nullcontext,
         plans: Plans | None = None,
     ) -> None:
-        self._anatomy = anatomy
-        self._charge = charge
-        self._place = place
-        self._keeps_inputs = keep_inputs
-        self._may_run_eagerly = may_run_eagerly
-        self.inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
-        self._views, self._sources = views, {source_of(view) for view in views}
-        self._extra = tuple(extra_layers) if "hidden" in self._sources else ()
-        self._wants_last = "last" in self._sources
-        wants_ids = self._wants_last or EMBEDDING in self._extra
-        self._wants_tokens = wants_ids or views & {"token_ids", "positions"}
-        blocks = sum(len(stack.blocks) for stack in anatomy.stacks)
-        attentions = sum(max(1, len(block.attentions)) for block in anatomy.blocks)
-        self._attends = bool(self._sources & {"attention", "projection", "routing"})
-        # Operators show attention, and the path from embedding tables to the blocks.
-        self._follows = self._attends or bool(self._wants_tokens)
-        others = len(anatomy.stacks) * (1 + (FINAL_NORM in self._extra))
-        layers = (blocks + others) * (1 + self._wants_last)
-        limit = partial(MemoryLimit, max_mb, layers=layers, blocks=attentions * self._attends)
+        self._anatomy, self._wanted = anatomy, Wanted(views, extra_layers)
         self._tracker = Tracker(
-            anatomy, limit, rows=rows, seed=seed, place=place, micro_batches=micro_batches
-        )
-        self._states = HiddenStates(
-            self._tracker,
-            anatomy.embeddings if self._wants_tokens else (),
-            keeps_last=self._wants_last,
-        )
-        self._weights = WeightNorms([unwrap(block.module) for block in anatomy.blocks])
-        # Actions before and after the call of a module, by its id.
-        self._before: dict[int, list[Callable[..., None]]] = {}
-        self._after: dict[int, list[Callable[..., None]]] = {}
-        self._projecting: set[int] = set()  # ids of modules that only project
-        self._sees_projecting = True  # whether the plan of the running block is not known
-        self._failure: Exception | None = None  # in opening the window
-        self._failures: list[str] = []  # while looking at calls
-        self._recorder = AttentionRecorder(
-            self._tracker,
-            self._states.stream,
-            attends=self._attends,
-            max_logits="max_logits" in views,
-            outputs="head_outputs" in views,
-            projects="projection" in self._sources,
+            anatomy, self._wanted.memory_limit(anatomy, max_mb), rows=rows, seed=seed,
+            place=place, micro_batches=micro_batches,
+        )  # fmt: skip
+        self._guard = Guard(charge)
+        self._recorder = PassRecorder(
+            anatomy, self._wanted, self._tracker, place=place,
             plans=Plans() if plans is None else plans,
-        )
-        self._forced_eager = False  # whether the training's compiled code ran eagerly
-        self._has_seen_all = False  # whether nothing more is to be seen in the running block
-        self._tap: Tap | None = None  # sees attention while the window is open
-        self._sees_above = True  # whether operators around the blocks are seen too
-        self._blocks: set[int] = set()  # ids of the blocks and of their parts
-        self._hiding: set[int] = set()  # ids of those, and of their owners, with compiled code
+        )  # fmt: skip
+        self._observer = PassObserver(
+            anatomy, self._wanted, self._tracker, self._recorder, self._guard,
+            may_run_eagerly=may_run_eagerly,
+        )  # fmt: skip
+        self._failure: Exception | None = None  # in opening the window
+        self._keeps_inputs = keep_inputs
+        self.inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
         self.settled = True
-        self.seconds = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Time taken from the training."""
+        return self._guard.seconds
 
     def __enter__(self) -> Self:
-        with self.timed():
+        with self._guard.timed():
             self.settled = False
             try:
                 self._open()
@@ -211,7 +150,7 @@ class Window:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self.timed():
+        with self._guard.timed():
             self.settled = False
             try:
                 self.close()
@@ -219,58 +158,24 @@ class Window:
                 self.close()
                 raise
             finally:
-                if self._tap is not None:
-                    self._tap.rest()
-                run_eagerly.release(self)  # left by Ctrl-C
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Count the time of the body as taken from the training; nested bodies count once."""
-        began, before = time.perf_counter(), self.seconds
-        try:
-            with self._charge():
-                yield
-        finally:
-            self.seconds = before + time.perf_counter() - began
+                self._recorder.operators.end()
 
     def _open(self) -> None:
-        self._choose_calls()
-        if self._follows:
-            self._recorder.guarded = self._guarded
-            self._tap = Tap(self._recorder)
-            self._turn()
-            subclasses.hold(self)
-        self._find_compiled()
-        watch_calls(self)
+        self._observer.open()
+        for number, stack in enumerate(self._anatomy.stacks if self._keeps_inputs else ()):
+            for module in stack.above:
+                self._recorder.calls.add(module, partial(self._keep_inputs, number), None)
 
-    def _find_compiled(self) -> None:
-        """Find the blocks, and what runs them, that have compiled code in them."""
-        found = compiled_in(self.modules(), inside=bool(self._follows))
-        self._sees_above = not found
-        blocks = [part for each in self._anatomy.blocks for part in (each.module, *each.parts)]
-        self._blocks.update(map(id, blocks))
-        owners = [stack.owner for stack in self._anatomy.stacks if stack.owner is not None]
-        self._hiding.update(
-            id(module)
-            for module in (*owners, *blocks)
-            if found and not found.isdisjoint(map(id, module.modules()))
-        )
+    def _keep_inputs(
+        self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Keep the arguments of the model's first call."""
+        if self.inputs is None and not self._tracker.is_inferring(number):
+            self.inputs = tuple(args), dict(kwargs)
 
     def close(self) -> None:
         """Remove everything that the window placed; may be called more than once."""
-        if self._tap is not None:
-            self._tap.close()
-        self._recorder.guarded = failing_silently
-        unwatch_calls(self)
-        subclasses.release(self)
-        # These refer to the window and would delay freeing its rows until garbage collection.
-        self._before.clear()
-        self._after.clear()
-        self._states.forget()
-        for stack_pass in self._tracker.passes:
-            stack_pass.last_output = None
-            for block_call in stack_pass.block_calls:
-                block_call.forget_tensors()
+        self._observer.close()
         self.settled = True
 
     def release(self) -> None:
@@ -309,42 +214,44 @@ class Window:
         self, passes: Sequence[StackPass], device: torch.device, *, wait: bool
     ) -> Snapshot:
         """Build the snapshot of a pass through all stacks."""
-        matrices, sampler = self._found_matrices(), self._tracker.memory().sampler
-        texts = [
-            f"watching a call failed, and what it would have shown is missing: {failure}"
-            for failure in dict.fromkeys(self._failures)
-        ]
-        texts += [
-            f"torch {torch.__version__} lacks {name}: {lost}"
-            for name, lost in private.MISSING.items()
-        ]
-        if self._forced_eager:
-            texts.append(_FORCED)
-        seen = self._sees_attention()
-        texts += [
-            f"{name}: {_ADAPTED}"
-            for name, module in matrices.items()
-            if any(module is adapted for adapted in self._anatomy.adapted)
-        ]
-        # Attention after a stage's last block may belong to another part of the model.
-        if self._recorder.attends_outside and not seen and passes:
-            texts.append(_OUTSIDE)
-        texts += [
-            _LEFT_OUT.format(count=family.count, pattern=family.pattern, reason=family.reason)
-            for family in self._anatomy.left_out
-            if family.is_large
-        ]
+        matrices, sampler = self._found_matrices(), self._tracker.memory.of().sampler
         return build_snapshot(
             passes,
-            self._views,
+            self._wanted.views,
             matrices=(matrix_layer(name, m, sampler) for name, m in matrices.items()),
-            final_norm=FINAL_NORM in self._extra,
+            final_norm=self._wanted.final_norm,
             other_thread=self._tracker.other_thread,
             no_rows=self._tracker.no_rows,
-            notes=[*(Note(text, text) for text in texts), *self._tracker.memory().notes()],
+            notes=[
+                *self._notes(matrices, ran=bool(passes)),
+                *self._tracker.memory.of().notes(),
+            ],
             device=device,
             wait=wait,
         )
+
+    def _notes(self, matrices: Mapping[str, nn.Module | None], *, ran: bool) -> Iterator[Note]:
+        """Say what failed, what was not seen, and what is not as it seems."""
+        for failure in dict.fromkeys(self._guard.errors):
+            text = f"watching a call failed, and what it would have shown is missing: {failure}"
+            yield Note(NoteKind.WATCHING_FAILED, text, about=failure)
+        for name, lost in private.MISSING.items():
+            text = f"torch {torch.__version__} lacks {name}: {lost}"
+            yield Note(NoteKind.TORCH_LACKS, text, about=name)
+        if self._observer.forced_eager:
+            yield Note(NoteKind.RAN_EAGERLY, _FORCED)
+        for name, module in matrices.items():
+            if any(module is adapted for adapted in self._anatomy.adapted):
+                yield Note(NoteKind.ADAPTED_MATRIX, f"{name}: {_ADAPTED}", about=name)
+        # Attention after a stage's last block may belong to another part of the model.
+        if self._recorder.attention.attends_outside and not self._tracker.has_attention and ran:
+            yield Note(NoteKind.OUTSIDE_BLOCKS, _OUTSIDE)
+        for family in self._anatomy.left_out:
+            if family.is_large:
+                text = _LEFT_OUT.format(
+                    count=family.count, pattern=family.pattern, reason=family.reason
+                )
+                yield Note(NoteKind.BLOCKS_LEFT_OUT, text, about=family.pattern)
 
     def _found_matrices(self) -> dict[str, nn.Module | None]:
         """Find the modules that hold the requested matrices."""
@@ -357,7 +264,9 @@ class Window:
             EMBEDDING: all(stack.before for stack in self._anatomy.stacks),
             UNEMBEDDING: all(stack.behind for stack in self._anatomy.stacks),
         }
-        wanted = (name for name in found if name in self._extra and not elsewhere[name])
+        wanted = (
+            name for name in found if name in self._wanted.extra_layers and not elsewhere[name]
+        )
         return {name: found[name] for name in wanted}
 
     def routes(self, stack: str, label: str = "") -> set[str]:
@@ -395,11 +304,6 @@ class Window:
             in block_call.attentions
         ]
 
-    def _sees_attention(self) -> bool:
-        """Whether the call of any attention was seen."""
-        calls = (call for stack_pass in self._tracker.passes for call in stack_pass.block_calls)
-        return any(seen.route for call in calls for seen in call.attentions.values())
-
     def token_tables(self) -> tuple[nn.Module, ...]:
         """List the embedding tables that received the token ids, in the order of the stacks."""
         tables = (x.tokens.ids.table(x.shape) for x in self._tracker.passes if x.shape)
@@ -413,283 +317,3 @@ class Window:
         """
         known = (x.settle() for x in self._tracker.passes if x.stack.name == stack)
         return next((x.padding.source(x.batch) for x in known), None)
-
-    # -- which calls are seen --------------------------------------------------------------------
-
-    def _choose_calls(self) -> None:
-        for table in self._anatomy.embeddings if self._wants_tokens else ():
-            self._see(table, partial(self._states.enter_table, table), self._states.leave_table)
-        for name, norm in self._anatomy.norms if self._follows or self._extra else ():
-            leaves = partial(self._states.leave_norm, name) if FINAL_NORM in self._extra else None
-            self._see(norm, self._on_norm, leaves)
-        for number, stack in enumerate(self._anatomy.stacks):
-            for module in stack.above:
-                self._see(module, partial(self._on_call_above, number), self._on_return_above)
-            if stack.owner is not None:
-                before, after = (
-                    partial(self._on_owner, number),
-                    partial(self._on_owner_left, number),
-                )
-                self._see(stack.owner, before, after)
-            for index, block in enumerate(stack.blocks):
-                for part in (*block.parts, block.module):
-                    self._see(part, partial(self._on_block, number, index), self._on_block_left)
-                if self._attends:
-                    self._choose_calls_of_attention(block)
-
-    def _choose_calls_of_attention(self, block: Block) -> None:
-        for index, attention in enumerate(block.attentions):
-            before, after = partial(self._on_attending, index), partial(self._on_attending, None)
-            if attention.module is not block.module:
-                self._see(attention.module, before, after)
-        # Outputs of heads may be projected beside the module that makes them.
-        attending = {attention.module for attention in block.attentions}
-        for module in filter(is_callable, block.module.children()):
-            if module not in attending and not attending.isdisjoint(module.modules()):
-                self._see(module, None, self._on_attended)
-        traces = "projection" in self._sources or self._place.shards > 1
-        for module in block.matrices if traces else ():
-            if projects_in_its_own_way(module):
-                if not self.watches(module):
-                    self._projecting.add(id(module))
-                self._see(module, self._on_projecting, self._on_projected)
-
-    def _see(
-        self,
-        module: nn.Module,
-        before: Callable[..., None] | None,
-        after: Callable[..., None] | None,
-    ) -> None:
-        """Act before and after the calls of a module."""
-        number = id(unwrap(module))
-        for actions, action in ((self._before, before), (self._after, after)):
-            if action is not None:
-                actions.setdefault(number, []).append(action)
-
-    def watches(self, module: nn.Module) -> bool:
-        """Whether a module's calls are watched (see `geomon.capture.calling.calls.CallObserver`).
-
-        Args:
-            module: Any module.
-        """
-        if id(module) in self._projecting and not self._sees_projecting:
-            return False
-        return id(module) in self._before or id(module) in self._after
-
-    def before_call(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Handle a call that begins."""
-        if self._tracker.is_ignored():
-            return
-        for action in self._before.get(id(module), ()):
-            with self._guarded(), unseen():
-                action(module, args, kwargs)
-        self._turn()
-
-    def after_call(self, module: nn.Module, output: Any) -> None:
-        """Handle a call that has returned."""
-        if self._tracker.is_ignored():
-            return
-        for action in self._after.get(id(module), ()):
-            with self._guarded(), unseen():
-                action(module, output)
-        self._turn()
-        if self._has_seen_all and self._tap is not None:
-            self._tap.rest()
-        elif self._tap is not None and self._tap.sight is not None:
-            self._tap.go_on()
-        self._has_seen_all = False
-        self._rest()
-
-    def _turn(self) -> None:
-        """Show the operators that follow to whoever sees them now."""
-        if self._tap is not None:
-            self._tap.sight = self._recorder.sight()
-
-    def needs_twin(self, module: nn.Module) -> bool:
-        """Whether a module's compiled code hides what this window must see."""
-        if self._tracker.is_over(with_gradients=records_gradients()):
-            return False
-        inside = self._attends and self._tracker.current is not None
-        watched = inside or any(map(self.watches, module.modules()))
-        return watched and not self._tracker.is_ignored()
-
-    def on_failure(self, error: Exception) -> None:
-        """Keep an error for the notes."""
-        if isinstance(error, DepartedError):
-            return
-        self._failures.append(f"{type(error).__name__}: {error}")
-
-    def modules(self) -> Iterator[nn.Module]:
-        """List the modules of the model, which may be compiled in place."""
-        above = [module for stack in self._anatomy.stacks for module in stack.above]
-        inside = [part for block in self._anatomy.blocks for part in (block.module, *block.parts)]
-        for root in above[:1] or inside:  # the outermost one holds all of them
-            yield from root.modules()
-
-    def seeing(self, module: nn.Module) -> AbstractContextManager[None] | None:
-        """See operators inside blocks, and around them unless compiled code runs there."""
-        wanted = self._sees_between or id(module) in self._blocks
-        if self._tap is None or not wanted or self._tracker.is_ignored() or self._tap.is_open:
-            return None
-        return self._seeing(self._tap)
-
-    @contextmanager
-    def _seeing(self, tap: Tap) -> Iterator[None]:
-        held = self in run_eagerly.holders  # around a twin
-        with nullcontext() if held else run_eagerly.held(self), tap.seeing():
-            yield
-
-    def hides(self, module: nn.Module) -> bool:
-        """Whether a block, or what runs blocks, has compiled code (see `CallObserver`)."""
-        return id(module) in self._hiding and not in_extra_pass()
-
-    def suspended(self) -> AbstractContextManager[None]:
-        """Return a context manager in which operators are not seen."""
-        return nullcontext() if self._tap is None else self._tap.suspended()
-
-    def on_compiled_end(self, module: nn.Module, output: Any) -> None:
-        """Remember the output of a compiled block, which replaces its twin's output."""
-        left = None if self._tracker.is_ignored() else first_tensor(output)
-        for stack_pass in self._tracker.passes:
-            if left is not None and any(module is x.module for x in stack_pass.stack.blocks):
-                self._states.hand_on(stack_pass, left)
-        self._rest()
-
-    def _rest(self) -> None:
-        """Close the window early if nothing more can be seen, so the rest runs untouched."""
-        if FINAL_NORM in self._extra or in_extra_pass() or not self._before:
-            return
-        over = self._tracker.is_over(with_gradients=True) and not self._tracker.above
-        if over and self._sees_attention():
-            self.close()
-
-    def forces_eager(self) -> bool:
-        """Whether the training's compiled code must run eagerly because a twin is impossible."""
-        self._forced_eager = self._may_run_eagerly
-        return self._may_run_eagerly
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Time the body, and keep its error for the notes: no hook ends a run."""
-        with self.timed():
-            try:
-                yield
-            except failures() as error:
-                self.on_failure(error)
-
-    # -- around the blocks -----------------------------------------------------------------------
-
-    def _on_call_above(
-        self, number: int, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
-    ) -> None:
-        around, shared = self._tracker.call_above(number, module)
-        if self._keeps_inputs and self.inputs is None and not self._tracker.is_inferring(number):
-            self.inputs = tuple(args), dict(kwargs)
-        if around:
-            self._states.take_arguments(args, kwargs)
-        for other in around:
-            other.tokens.take_arguments(module, args, kwargs, shared=shared)
-
-    def _on_return_above(self, module: nn.Module, output: Any) -> None:
-        self._tracker.leave_above(module)
-        if not self._tracker.above:
-            self._states.stream.forget()  # operators outside of the model are not seen
-
-    def _on_norm(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        given = [*args, *kwargs.values()]
-        self._states.enter_norm(module, given, sees_between=self._sees_between)
-
-    def _on_owner(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        origins = map(self._states.stream.origins, tensors_in([args, kwargs]))
-        self._tracker.call_owner(number, goes_on=any("returned" in x for x in origins))
-
-    def _on_owner_left(self, number: int, module: nn.Module, output: Any) -> None:
-        self._tracker.leave_owner(number)
-
-    # -- blocks ----------------------------------------------------------------------------------
-
-    def _on_block(
-        self, number: int, index: int, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
-    ) -> None:
-        """Handle the call of a block, or of one module of a block that is a list."""
-        stack_pass = self._tracker.passes[number]
-        given = floating([*args, *kwargs.values()])
-        hidden = find_entering(stack_pass, given)
-        block_call = self._tracker.begin_call(number, index, module, hidden)
-        if block_call is None:
-            return
-        if len(block_call.called) == 1 == len(stack_pass.block_calls):
-            stack_pass.tokens.take_arguments(module, args, kwargs)
-        if self._attends:
-            self._recorder.begin(block_call, module, [args, kwargs])
-            self._sees_projecting = block_call.provenance.sees_modules
-        self._states.enter(
-            stack_pass, block_call, module, given, hidden,
-            sees_between=self._sees_between,
-        )  # fmt: skip
-        if "weights" in self._sources and self._place.shards == 1 and not block_call.weight_norms:
-            # Read now, before the optimizer changes them.
-            block = stack_pass.stack.blocks[index]
-            block_call.weight_norms = self._weights.of(unwrap(block.module))
-
-    @property
-    def _sees_between(self) -> bool:
-        """Whether operators between the blocks are seen."""
-        return self._tap is not None and (self._sees_above or in_extra_pass())
-
-    def _on_block_left(self, module: nn.Module, output: Any) -> None:
-        ended = self._tracker.end_call(module)
-        if ended is not None:
-            stack_pass, block_call = ended
-            self._finish(stack_pass, block_call, stack_pass.stack.blocks[block_call.block])
-            self._has_seen_all = False
-            self._recorder.end(block_call)
-            self._states.leave(
-                stack_pass, block_call, module, output, sees_between=self._sees_between
-            )
-
-    # -- attention -------------------------------------------------------------------------------
-
-    def _on_attending(self, index: int | None, module: nn.Module, *call: Any) -> None:
-        current = self._tracker.current
-        if current is None:
-            return
-        current[1].running_attention = index
-        if index is None:
-            self._on_attended()
-
-    def _on_attended(self, *call: Any) -> None:
-        """Finish the block that runs if all of its attentions were seen."""
-        current = self._tracker.current
-        if current is None:
-            return
-        _, block_call, block = current
-        seen = all(block_call.seen(n).call for n in range(len(block.attentions)))
-        if seen and block_call.provenance.is_complete:
-            self._finish(*current)
-
-    def _finish(self, stack_pass: StackPass, block_call: BlockCall, block: Block) -> None:
-        """Stop following the tensors of a block."""
-        if block_call.finished:
-            return
-        goes_on = self._recorder.finish(stack_pass, block_call, block)
-        block_call.forget_tensors()
-        self._has_seen_all = not goes_on  # and the block still runs
-
-    def _on_projecting(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        current, given = self._tracker.current, first_tensor([*args, *kwargs.values()])
-        if current is not None and given is not None:
-            # FSDP has gathered the weight by now, so a sharded weight means tensor parallelism.
-            current[1].inputs[id(module)] = given, first_feature(module)
-
-    def _on_projected(self, module: nn.Module, output: Any) -> None:
-        current, output = self._tracker.current, first_tensor(output)
-        taken = None if current is None else current[1].inputs.pop(id(module), None)
-        if current is None or taken is None or output is None:
-            return
-        # A convolution's output does not have its width last.
-        output = move_width_last(local_shard(output), module, entering=False)
-        given, first = taken
-        current[1].provenance.projected(output, local_shard(given), first)

@@ -9,11 +9,15 @@ from geomon.distributed.group import (
     join_ranks,
 )
 from geomon.distributed.merge import merge_layers
+from geomon.distributed.mesh import Mesh, RankPlace, find_place
 
 __all__ = [
+    "Mesh",
     "RankFailedError",
     "RankGroup",
+    "RankPlace",
     "RanksLostError",
+    "find_place",
     "find_ranks",
     "gather",
     "join_ranks",

@@ -6,35 +6,35 @@ the other ranks' parts of its layers. A reading thus covers all tokens and the w
 average of readings, and takes less time with more ranks.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from geomon.capture.snapshot import OF_THE_BATCH, Layer, Part, PassInfo, Snapshot, source_of
-from geomon.distributed.group import RankFailedError, RankGroup
-from geomon.distributed.merge import (
-    Shape,
-    attention_shape,
-    mean_loss,
-    merge_layers,
-    subsample_attention,
+from geomon.capture import (
+    OF_THE_BATCH,
+    Layer,
+    PassInfo,
+    Snapshot,
+    source_of,
+    sources_shared_by,
 )
+from geomon.distributed.group import RankFailedError, RankGroup
+from geomon.distributed.joining import Shape, attention_shape
+from geomon.distributed.merge import mean_loss, merge_layers, subsample_attention
 from geomon.distributed.mesh import Mesh
 from geomon.failures import failures
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 
 _Value = TypeVar("_Value")
 
 _Key = tuple[str, int]  # stack and depth of a layer
 _Parcel = list[tuple[int, Layer]]  # (number of the layer, part of it)
 
-# Sources whose rows differ between ranks, and sources whose heads differ.
-_OF_ROWS = frozenset({"hidden", "last"})
-_OF_HEADS = frozenset({"attention", "projection"})
-# Sources of a block as a whole, which are sent with the rows.
-_WITH_ROWS = frozenset({"weights", "routing"})
+_OF_ROWS, _OF_HEADS = sources_shared_by("rows"), sources_shared_by("heads")
+_WITH_ROWS = sources_shared_by("whole")
 
 
 class _Owned(NamedTuple):
@@ -164,7 +164,7 @@ def gather(
         info=PassInfo(
             sum(map(table.count_rows, tokens.giving)), first.mode, first.dtype,
             _notes(reports, tokens), mean_loss(tokens.infos()),
-            token_ids=_joined_ids(tokens.infos()),
+            token_ids=_join_if_known("-", [info.token_ids for info in tokens.infos()]),
         ),
         empty=all(report.empty for report in reports),
     )  # fmt: skip
@@ -349,8 +349,7 @@ def _only(layer: Layer, sources: frozenset[str]) -> Layer:
 
 def _tokens_alone(layer: Layer) -> Layer:
     """Keep the token ids and positions of a layer."""
-    wanted = OF_THE_BATCH | {f"last_{view}" for view in OF_THE_BATCH}
-    kept = {view: value for view, value in layer.captured.items() if view in wanted}
+    kept = {view: value for view, value in layer.captured.items() if view in OF_THE_BATCH}
     return replace(layer, captured=kept)
 
 
@@ -364,9 +363,19 @@ def _of_tokens(layer: Layer, number: int) -> Layer:
 
 def _merge_passes(passes: Sequence[Snapshot], rows: int, queries: int) -> Snapshot:
     """Merge the snapshots of several passes into one, as snapshots of ranks are merged."""
-    first = passes[0]
     if len(passes) == 1:
-        return first
+        return passes[0]
+    _check_layers(passes)
+    layers = []
+    for parts in zip(*(one.layers for one in passes), strict=True):
+        shapes = [attention_shape(layer) for layer in parts]
+        shares = [subsample_attention(one, shapes, n, rows, queries) for n, one in enumerate(parts)]
+        layers.append(merge_layers(shares))
+    return Snapshot(layers, _merge_infos([one.info for one in passes]))
+
+
+def _check_layers(passes: Sequence[Snapshot]) -> None:
+    """Raise an error if passes have different layers."""
     names = [[(layer.stack, layer.index, layer.name) for layer in one.layers] for one in passes]
     if any(other != names[0] for other in names):
         counts = ", ".join(str(len(one)) for one in names)
@@ -374,24 +383,25 @@ def _merge_passes(passes: Sequence[Snapshot], rows: int, queries: int) -> Snapsh
             f"the batches of a reading have different layers ({counts} of them): expected batches "
             "on which the model runs the same blocks"
         )
-    layers = []
-    for parts in zip(*(one.layers for one in passes), strict=True):
-        shapes = [attention_shape(layer) for layer in parts]
-        shares = [subsample_attention(one, shapes, n, rows, queries) for n, one in enumerate(parts)]
-        layers.append(merge_layers(shares))
-    found: dict[tuple[str, str], dict[int, Note]] = {}
-    for number, one in enumerate(passes):
-        for note in one.info.notes:
-            found.setdefault((note.stack, note.kind), {})[number] = note
-    notes = [_of_several(alike, len(passes), "batch") for alike in found.values()]
-    infos = [one.info for one in passes]
-    tokens = sum(info.tokens for info in infos)
-    loss = mean_loss(infos)
-    batch = " and ".join(info.batch for info in infos) if all(i.batch for i in infos) else ""
-    info = PassInfo(
-        tokens, first.info.mode, first.info.dtype, notes, loss, batch, _joined_ids(infos)
+
+
+def _merge_infos(infos: Sequence[PassInfo]) -> PassInfo:
+    """Merge the facts about several passes, with one note of each kind."""
+    notes = [(number, note) for number, info in enumerate(infos) for note in info.notes]
+    return PassInfo(
+        tokens=sum(info.tokens for info in infos),
+        mode=infos[0].mode,
+        dtype=infos[0].dtype,
+        notes=[_of_several(alike, len(infos), "batch") for alike in _by_key(notes)],
+        loss=mean_loss(infos),
+        batch=_join_if_known(" and ", [info.batch for info in infos]),
+        token_ids=_join_if_known("-", [info.token_ids for info in infos]),
     )
-    return Snapshot(layers, info)
+
+
+def _join_if_known(between: str, checksums: Sequence[str]) -> str:
+    """Join the checksums of several passes; "" if some are unknown."""
+    return between.join(checksums) if all(checksums) else ""
 
 
 # -- what the ranks agree on -----------------------------------------------------------------------
@@ -407,7 +417,7 @@ def _report(snapshot: Snapshot | Exception) -> _Report | str:
 
 def _owned(layer: Layer) -> _Owned:
     hidden = layer.captured.get("hidden")
-    part: Part = layer.part
+    part = layer.part
     return _Owned(
         name=layer.name,
         attention=attention_shape(layer),
@@ -466,25 +476,31 @@ def _range(report: _Report) -> str:
 # -- notes -----------------------------------------------------------------------------------------
 
 _PROBES_DIFFER = Note(
-    "probes differ", "the ranks probe with different inputs: rank 0's were measured"
+    NoteKind.PROBES_DIFFER, "the ranks probe with different inputs: rank 0's were measured"
 )
 
 
 def _notes(reports: Sequence[_Report], tokens: _Tokens) -> list[Note]:
     """Collect the notes of the measured ranks, one of each kind, and how the ranks differ."""
-    found: dict[tuple[str, str], dict[int, Note]] = {}
-    for data in tokens.giving:
-        for rank, note in _notes_of(tokens.ranks[data], reports, tokens.mesh):
-            found.setdefault((note.stack, note.kind), {})[rank] = note
-    notes = [_of_several(alike, len(tokens.giving), "rank") for alike in found.values()]
+    each = (_notes_of(tokens.ranks[data], reports, tokens.mesh) for data in tokens.giving)
+    found = _by_key(note for notes in each for note in notes)
+    notes = [_of_several(alike, len(tokens.giving), "rank") for alike in found]
     if len({report.info.mode for report in reports if not report.empty}) > 1:
-        notes.append(Note("modes", "some ranks were in train mode and some in eval mode"))
+        notes.append(Note(NoteKind.MODES, "some ranks were in train mode and some in eval mode"))
     if tokens.same_inputs:
         if len(set(map(tokens.batch, range(len(tokens.ranks))))) > 1:
             notes.append(_PROBES_DIFFER)
     elif len(tokens.giving) < len(tokens.ranks):
         notes.append(_same_tokens(tokens))
     return notes + _other_tokens(reports, tokens)
+
+
+def _by_key(notes: Iterable[tuple[int, Note]]) -> list[dict[int, Note]]:
+    """Group the notes of ranks or batches that say the same, each with its rank or batch."""
+    found: dict[str, dict[int, Note]] = {}
+    for number, note in notes:
+        found.setdefault(note.key, {})[number] = note
+    return [*found.values()]
 
 
 def _notes_of(
@@ -494,35 +510,34 @@ def _notes_of(
 
     A note that all of them have is yielded once, with the layers of all stages.
     """
-    found: dict[tuple[str, str], dict[int, Note]] = {}
-    for rank in ranks:
-        report = reports[rank]
-        own = [*report.info.notes]
-        if report.empty and report.layers and not all(other.empty for other in reports):
-            lacking = [one.lacking for one in report.layers.values()]
-            why = next((why for each in lacking for why in each.values()), "")
-            own.append(Note("nothing of some ranks", f"nothing was seen: {why}"))
-        else:
-            own += _lacking_here(report, reports)
-        for note in own:
-            found.setdefault((note.stack, note.kind), {})[rank] = note
-    for alike in found.values():
+    is_split = len({mesh.places[rank].stages for rank in ranks}) > 1
+    for alike in _by_key((rank, note) for rank in ranks for note in _own_notes(rank, reports)):
         rank, note = next(iter(alike.items()))
         layers = sorted({layer for other in alike.values() for layer in other.layers})
         joined = msgspec.structs.replace(note, layers=tuple(layers))
-        stages = {mesh.places[other].stages for other in ranks}
-        if len(alike) < len(ranks) and len(stages) == 1:
+        if len(alike) < len(ranks) and not is_split:
             joined = msgspec.structs.replace(joined, text=f"rank {rank}: {joined.text}")
         yield ranks[0], joined
+
+
+def _own_notes(rank: int, reports: Sequence[_Report]) -> list[Note]:
+    """List the notes of one rank, and the notes on what it did not see although others did."""
+    report = reports[rank]
+    if report.empty and report.layers and not all(other.empty for other in reports):
+        lacking = (why for one in report.layers.values() for why in one.lacking.values())
+        unseen = Note(NoteKind.UNSEEN_ON_RANKS, f"nothing was seen: {next(lacking, '')}")
+        return [*report.info.notes, unseen]
+    return [*report.info.notes, *_lacking_here(report, reports)]
 
 
 def _lacking_here(report: _Report, reports: Sequence[_Report]) -> list[Note]:
     """Make a note for each source that a rank has not seen at a layer although another has."""
     return [
         Note(
-            f"no {source} at {owned.name} of some ranks",
+            NoteKind.UNSEEN_ON_RANKS,
             "{name}: no {source} was seen: {why}",
             numbers={"name": owned.name, "source": source, "why": why},
+            about=f"{source} at {owned.name}",
         )
         for key, owned in report.layers.items()
         for source, why in owned.lacking.items()
@@ -542,7 +557,7 @@ def _same_tokens(tokens: _Tokens) -> Note:
         f"DTensors), only the heads of rank {tokens.first(same)} were measured. If each rank "
         "should have tokens of its own, look at the data loader"
     )
-    return Note("ranks with the same tokens", text)
+    return Note(NoteKind.SAME_TOKENS, text)
 
 
 def _other_tokens(reports: Sequence[_Report], tokens: _Tokens) -> list[Note]:
@@ -562,14 +577,8 @@ def _other_tokens(reports: Sequence[_Report], tokens: _Tokens) -> list[Note]:
                 "model: their rows and heads do not belong together. Look at the data loader: "
                 "ranks of one tensor-parallel group need the same batches"
             )
-            return [Note("other tokens", text)]
+            return [Note(NoteKind.OTHER_TOKENS, text)]
     return []
-
-
-def _joined_ids(infos: Sequence[PassInfo]) -> str:
-    """Join the checksums of the token ids of several passes; "" if some are unknown."""
-    known = [info.token_ids for info in infos]
-    return "-".join(known) if all(known) else ""
 
 
 def _of_several(notes: Mapping[int, Note], size: int, word: str) -> Note:

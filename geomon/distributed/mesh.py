@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 
 Ranks = tuple[int, ...]
 
@@ -91,7 +92,7 @@ class RankPlace:
             return []
         text = "only the part of the model on rank {rank} is measured: {part}"
         numbers: dict[str, int | str] = {"rank": self.rank, "part": self.part()}
-        return [Note("part of the model", text, numbers=numbers)]
+        return [Note(NoteKind.PART_OF_MODEL, text, numbers=numbers)]
 
 
 @dataclass(frozen=True)

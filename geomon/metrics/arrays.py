@@ -14,7 +14,7 @@ from torch import Tensor
 from geomon.kernels.token_types import TokenTypes
 from geomon.metrics.layer_views import LayerViews
 from geomon.metrics.views import Reader, reader
-from geomon.record.arrays import ArrayPlace
+from geomon.record import ArrayPlace
 
 # Rows of queries and keys per head, and bytes of one reading above which there are fewer.
 ROWS = 32

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import threadpoolctl  # type: ignore[import-untyped]
 import torch
 
-from geomon.capture.snapshot import Layer
+from geomon.capture import Layer
 from geomon.failures import failures, ignored
 from geomon.metrics.layer_values import LayerValues
 

@@ -4,11 +4,11 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 
-from geomon.capture.snapshot import group_by_layer
+from geomon.capture import group_by_layer
 from geomon.metrics.metric import Metric
 from geomon.note import Note
-from geomon.record import tags
-from geomon.record.columns import Columns, Place, places_of
+from geomon.note_kinds import NoteKind
+from geomon.record import Columns, Place, places_of, tags
 
 # Shares and ratios above which a number does not mean what it seems to.
 DUPLICATES = 0.05  # share of the rows
@@ -27,16 +27,16 @@ def cautions(columns: Columns) -> list[Note]:
     """Make notes on values of one stack that need caution, judged by other values."""
     notes = [
         _at_layers(
-            columns, "twonn", "duplicates", DUPLICATES,
+            columns, NoteKind.DUPLICATES, ("twonn", "duplicates"), DUPLICATES,
             "of the rows are exact copies of others and were left out of the dimension",
         ),
         _at_layers(
-            columns, "massive_share", "", MASSIVE,
+            columns, NoteKind.MASSIVE_ROWS, ("massive_share", ""), MASSIVE,
             "of the variance is carried by a few rows of massive norm: read "
             "anisotropy_without_massive",
         ),
         _at_layers(
-            columns, "twonn", "rounding", ROUNDING,
+            columns, NoteKind.ROUNDING, ("twonn", "rounding"), ROUNDING,
             "of the median nearest distance comes from rounding of the captured numbers: the "
             "dimension is distorted, too high or too low",
         ),
@@ -72,7 +72,7 @@ def explain_not_finite(
             found = reasons[f"{metric}/{part}" if part else metric, reason]
             if place.layer is not None and place.layer not in found:
                 found.append(place.layer)
-    return group_by_layer(join_metrics(reasons))
+    return group_by_layer(NoteKind.NOT_FINITE, join_metrics(reasons))
 
 
 def _is_said_elsewhere(place: Place, columns: Columns) -> bool:
@@ -114,15 +114,18 @@ def _of_part(columns: Columns, metric: str, part: str) -> dict[int, float]:
     return {} if column is None else column.by_layer()
 
 
-def _at_layers(columns: Columns, metric: str, part: str, limit: float, words: str) -> Note | None:
+def _at_layers(
+    columns: Columns, kind: NoteKind, place: tuple[str, str], limit: float, words: str
+) -> Note | None:
     """Make the note on layers where a part of a metric exceeds its limit."""
+    metric, part = place
     values = _of_part(columns, metric, part)
     above = {layer: value for layer, value in values.items() if value > limit}
     if not above:
         return None
     text = "{metric}{where}: up to {most:.0f} % " + words
     most = 100 * max(above.values())
-    return Note(words, text, layers=tuple(above), numbers={"metric": metric, "most": most})
+    return Note(kind, text, layers=tuple(above), numbers={"metric": metric, "most": most})
 
 
 def _few_rows(columns: Columns) -> list[Note]:
@@ -133,7 +136,8 @@ def _few_rows(columns: Columns) -> list[Note]:
         rows = _of_part(columns, metric, tags.ROWS)
         if layers := tuple(layer for layer, count in rows.items() if count < _FEWEST):
             few[layers].append(metric)
-    return group_by_layer({(", ".join(names), words): at for at, names in few.items()})
+    reasons = {(", ".join(names), words): at for at, names in few.items()}
+    return group_by_layer(NoteKind.EQUAL_ROWS, reasons)
 
 
 def _mean(columns: Columns, metric: str) -> float:
@@ -148,7 +152,7 @@ def _disagreement(columns: Columns) -> Note | None:
     ):
         return None
     return Note(
-        "twonn and twonn_distinct disagree",
+        NoteKind.NEAR_DUPLICATES,
         "twonn is {one:.1f}, but {other:.1f} with each token at each position once "
         "(twonn_distinct): near-duplicates make the difference",
         numbers={"one": one, "other": other},
@@ -165,7 +169,7 @@ def _bending(columns: Columns) -> Note | None:
         return None
     low, high = min(scales, key=scales.__getitem__), max(scales, key=scales.__getitem__)
     return Note(
-        "gride changes with the scale",
+        NoteKind.SCALES_DIFFER,
         "the dimension depends on the scale: gride is {high:.1f} at {at_high} and {low:.1f} at "
         "{at_low}",
         numbers={"low": scales[low], "at_low": low, "high": scales[high], "at_high": high},

@@ -4,7 +4,7 @@ import math
 import statistics
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from geomon.capture.snapshot import group_by_layer
+from geomon.capture import group_by_layer
 from geomon.kernels.groups import GROUPS
 from geomon.metrics.arrays import join_arrays
 from geomon.metrics.cautions import cautions, explain_not_finite, join_metrics
@@ -21,9 +21,8 @@ from geomon.metrics.metric import Metric, Sizes
 from geomon.metrics.oddities import oddities
 from geomon.metrics.views import SPECTRAL_ROWS, SPECTRAL_WIDTH
 from geomon.note import Note
-from geomon.record import tags
-from geomon.record.arrays import ArrayPlace
-from geomon.record.columns import Column, Columns, Stacks, margin
+from geomon.note_kinds import NoteKind
+from geomon.record import ArrayPlace, Column, Columns, Stacks, margin, tags
 
 
 @dataclass
@@ -61,22 +60,9 @@ def combine(
     result = Evaluation()
     for stack in dict.fromkeys(layer.stack for layer in measured):
         layers = [layer for layer in measured if layer.stack == stack]
-        result.stacks[stack] = columns = {
-            name: _column(name, layers, metrics[name].degrees)
-            for name in metrics
-            if any(name in (layer.parts | layer.unseen | layer.failed) for layer in layers)
-        }
-        sizes = _sizes(layers, columns, metrics, rows)
-        for name, column in columns.items():
-            null = metrics[name].null
-            column.whole = {} if null is None else dict(null(sizes))
-        notes, explained = _lacking(layers, metrics)
-        notes += cautions(columns)
-        notes += _few_sequences(layers, metrics) + _few_last_tokens(metrics, layers, columns)
-        notes += _few_spectral_rows(layers, columns)
-        notes += oddities({layer.index: layer.traits for layer in layers}, columns)
-        if explains:
-            notes += _not_finite(layers, columns, metrics, explained)
+        columns = _columns(layers, metrics, rows)
+        notes = _notes(layers, columns, metrics, explains=explains)
+        result.stacks[stack] = columns
         result.notes += [msgspec.structs.replace(note, stack=stack) for note in notes]
     prints = [layer.fingerprint for layer in measured if layer.shape is not None]
     if prints and all(prints):
@@ -85,43 +71,82 @@ def combine(
     return result
 
 
-def _lacking(
-    layers: list[LayerValues], metrics: Mapping[str, Metric]
-) -> tuple[list[Note], set[tuple[str, int | None]]]:
-    """Say what layers lack, and list the values so explained, by metric and layer (None: mean)."""
-    lacking: dict[tuple[str, str], list[int]] = defaultdict(list)
-    failing: dict[tuple[str, str], list[int]] = defaultdict(list)
-    explained: set[tuple[str, int | None]] = set()
+def _columns(layers: list[LayerValues], metrics: Mapping[str, Metric], rows: int) -> Columns:
+    """Make the columns of a stack by metric, with their nulls."""
+    columns = {
+        name: _column(name, layers, metric.degrees)
+        for name, metric in metrics.items()
+        if any(layer.has_tried(name) for layer in layers)
+    }
+    sizes = _sizes(layers, columns, metrics, rows)
+    for name, column in columns.items():
+        null = metrics[name].null
+        column.whole = {} if null is None else dict(null(sizes))
+    return columns
+
+
+def _notes(
+    layers: list[LayerValues], columns: Columns, metrics: Mapping[str, Metric], *, explains: bool
+) -> list[Note]:
+    """Make the notes on the values of a stack."""
+    notes = [
+        *_lacking(layers, metrics),
+        *cautions(columns),
+        *_few_sequences(layers, metrics),
+        *_few_last_tokens(metrics, layers, columns),
+        *_few_spectral_rows(layers, columns),
+        *oddities({layer.index: layer.traits for layer in layers}, columns),
+    ]
+    return notes + (_not_finite(layers, columns, metrics) if explains else [])
+
+
+def _lacking(layers: list[LayerValues], metrics: Mapping[str, Metric]) -> list[Note]:
+    """Say what layers lack: arrays, values or margins."""
+    reasons: dict[NoteKind, dict[tuple[str, str], list[int]]] = {
+        kind: defaultdict(list)
+        for kind in (NoteKind.NO_ARRAYS, NoteKind.NO_VALUE, NoteKind.NO_MARGIN, NoteKind.FAILED)
+    }
     for layer in layers:
         if layer.without_arrays:
-            lacking["arrays for figures", layer.without_arrays].append(layer.index)
-    for name in metrics:
+            found = reasons[NoteKind.NO_ARRAYS]["arrays for figures", layer.without_arrays]
+            found.append(layer.index)
+    for name, metric in metrics.items():
         for layer in layers:
-            if name in layer.unseen or name in layer.failed:
-                explained |= {(name, layer.index), (name, None)}
-            if why := layer.unseen.get(name) or layer.failed.get(name):
-                found = lacking if name in layer.unseen else failing
-                found[name, why].append(layer.index)
-            if why := layer.without_margin.get(name):
-                lacking[name, f"no margin: {why}"].append(layer.index)
-            for part, values in layer.parts.get(name, {}).items():
-                value, *without = _over_heads(values).mean(axis=0)
-                if math.isfinite(value) and not np.isfinite(without).all():
-                    tag = f"{name}/{part}".rstrip("/")
-                    lacking[tag, f"no margin: {metrics[name].no_margin}"].append(layer.index)
-    notes, errors = (group_by_layer(join_metrics(each)) for each in (lacking, failing))
+            for kind, missing in (
+                (NoteKind.NO_VALUE, layer.unseen),
+                (NoteKind.FAILED, layer.failed),
+            ):
+                if why := missing.get(name):
+                    reasons[kind][name, why].append(layer.index)
+            for tag, why in _without_margin(layer, name, metric):
+                reasons[NoteKind.NO_MARGIN][tag, f"no margin: {why}"].append(layer.index)
     return [
-        *notes, *(msgspec.structs.replace(note, is_error=True) for note in errors)
-    ], explained  # fmt: skip
+        msgspec.structs.replace(note, is_error=kind is NoteKind.FAILED)
+        for kind, found in reasons.items()
+        for note in group_by_layer(kind, join_metrics(found))
+    ]
+
+
+def _without_margin(layer: LayerValues, name: str, metric: Metric) -> Iterator[tuple[str, str]]:
+    """Yield the values of a metric at a layer that have no margin, each with the reason."""
+    if why := layer.without_margin.get(name):
+        yield name, why
+    for part, values in layer.parts.get(name, {}).items():
+        value, *without = _over_heads(values).mean(axis=0)
+        if math.isfinite(value) and not np.isfinite(without).all():
+            yield f"{name}/{part}".rstrip("/"), metric.no_margin
 
 
 def _not_finite(
-    layers: list[LayerValues], columns: Columns, metrics: Mapping[str, Metric],
-    explained: set[tuple[str, int | None]],
-) -> list[Note]:  # fmt: skip
-    """Say why values are not finite, except for those explained before."""
+    layers: list[LayerValues], columns: Columns, metrics: Mapping[str, Metric]
+) -> list[Note]:
+    """Say why values are not finite, except for those that `_lacking` explains."""
+    explained: set[tuple[str, int | None]] = set()  # by metric and layer; None for the mean
     lost: dict[tuple[str, int | None], str] = {}
-    for layer in layers:  # a layer without attention is not a failure of its metrics
+    for layer in layers:
+        missing = layer.unseen.keys() | layer.failed.keys()
+        explained |= {(name, place) for name in missing for place in (layer.index, None)}
+        # A layer without attention is not a failure of its metrics.
         explained |= {(name, layer.index) for name in columns.keys() - layer.parts.keys()}
         lost |= {(name, layer.index): views for name, views in layer.not_finite.items() if views}
     explained |= {(name, None) for name, _ in lost}
@@ -133,32 +158,37 @@ def _sizes(
 ) -> Sizes:
     """Collect the sizes on which nulls depend."""
     count, width = next((one.shape for one in layers if one.shape is not None), (0, 0))
-    twonn = columns.get("twonn", Column()).parts
-    copies = twonn["duplicates"].mean if "duplicates" in twonn else math.nan
-    unique = round(min(rows, count) * (1 - (copies if math.isfinite(copies) else 0.0)))
     heads = {layer.heads for layer in layers if layer.heads is not None}
-    last = [
-        column.parts["n"].mean
-        for name, column in columns.items()
-        if metrics[name].rows == "last" and "n" in column.parts
-    ]
     return Sizes(
-        rows=unique,
+        rows=round(min(rows, count) * (1 - _share_of_copies(columns))),
         width=width,
         heads=heads.pop() if len(heads) == 1 else None,
         queries=tuple(one.queries for one in layers if one.queries is not None),
         log_visible=tuple(one.log_visible for one in layers if one.log_visible is not None),
-        sequences=round(max((n for n in last if math.isfinite(n)), default=0)),
+        sequences=_count_last_tokens(columns, metrics),
     )
+
+
+def _share_of_copies(columns: Columns) -> float:
+    """Return the mean share of rows that copy another, 0 if it is unknown."""
+    copies = _mean_of(columns, "twonn", "duplicates")
+    return copies if math.isfinite(copies) else 0.0
+
+
+def _count_last_tokens(columns: Columns, metrics: Mapping[str, Metric]) -> int:
+    """Return the largest number of sequences whose last tokens a metric was measured on."""
+    last = [_mean_of(columns, name, "n") for name in columns if metrics[name].rows == "last"]
+    return round(max((count for count in last if math.isfinite(count)), default=0))
+
+
+def _mean_of(columns: Columns, name: str, part: str) -> float:
+    """Return the mean of a part of a metric over layers, or NaN if there is none."""
+    return columns.get(name, Column()).parts.get(part, Column()).mean
 
 
 def _column(name: str, layers: list[LayerValues], degrees: int) -> Column:
     """Make the column of a metric from its values at the layers of a stack."""
-    known = [
-        layer.index
-        for layer in layers
-        if name in layer.parts or name in layer.unseen or name in layer.failed
-    ]
+    known = [layer.index for layer in layers if layer.has_tried(name)]
     depths = range(min(known), max(known) + 1)
     measured = {
         layer.index: _with_sequences(layer.parts[name], layer.sequences)
@@ -180,16 +210,22 @@ def _column(name: str, layers: list[LayerValues], degrees: int) -> Column:
         for part in dict.fromkeys([*own, *names])
     }
     whole = found.pop("", Column(first=depths[0]))
+    whole.parts = found | _deviation_of_splits(measured, depths)
+    return whole
+
+
+def _deviation_of_splits(measured: Mapping[int, Parts], depths: range) -> dict[str, Column]:
+    """Make the part with the standard deviation over splits; {} if rows were not split."""
     splits = {
         index: _over_heads(parts[""])[:, 0] for index, parts in measured.items() if "" in parts
     }
-    if max(map(len, splits.values()), default=0) > 1:
-        found["std"] = Column(first=depths[0])
-        found["std"].layers = [_deviation(splits.get(index)) for index in depths]
-        deep = [each for index, each in splits.items() if index > 0]
-        found["std"].mean = _deviation(np.mean(deep, axis=0)) if deep else math.nan
-    whole.parts = found
-    return whole
+    if max(map(len, splits.values()), default=0) < 2:
+        return {}
+    column = Column(first=depths[0])
+    column.layers = [_deviation(splits.get(index)) for index in depths]
+    deep = [each for index, each in splits.items() if index > 0]
+    column.mean = _deviation(np.mean(deep, axis=0)) if deep else math.nan
+    return {"std": column}
 
 
 def _with_sequences(parts: Parts, sequences: int | None) -> Parts:
@@ -255,25 +291,32 @@ def _few_sequences(layers: list[LayerValues], metrics: Mapping[str, Metric]) -> 
     if not known:
         return []
     if max(known) >= GROUPS:
-        measured = set[str]().union(*(layer.parts for layer in layers))
-        found = {name for name in measured for layer in layers if layer.has_margin(name)}
-        found |= set[str]().union(*(layer.without_margin for layer in layers))
-        names = [
-            name
-            for name, metric in metrics.items()
-            if name in measured - found and metric.has_margin and metric.sources == {"attention"}
-        ]
-        if not names or not found:
-            return []
-        text = (
-            "no 95 % intervals for {metrics}: they need {needed} sequences, but queries came from "
-            "fewer; a larger tokens takes them from more"
-        )
-        numbers: dict[str, Any] = {"metrics": ", ".join(names), "needed": GROUPS}
-        return [Note("no intervals of attention", text, numbers=numbers)]
+        return _few_sequences_of_attention(layers, metrics)
     text = "no 95 % intervals: they need {needed} sequences in a reading, but it has {sequences}"
     numbers = {"needed": GROUPS, "sequences": max(known)}
-    return [Note("no intervals", text, numbers=numbers)]
+    return [Note(NoteKind.NO_INTERVALS, text, numbers=numbers)]
+
+
+def _few_sequences_of_attention(
+    layers: list[LayerValues], metrics: Mapping[str, Metric]
+) -> list[Note]:
+    """Make the note on metrics of attention that lack margins although others have some."""
+    measured = set[str]().union(*(layer.parts for layer in layers))
+    found = {name for name in measured for layer in layers if layer.has_margin(name)}
+    found |= set[str]().union(*(layer.without_margin for layer in layers))
+    names = [
+        name
+        for name, metric in metrics.items()
+        if name in measured - found and metric.has_margin and metric.sources == {"attention"}
+    ]
+    if not names or not found:
+        return []
+    text = (
+        "no 95 % intervals for {metrics}: they need {needed} sequences, but queries came from "
+        "fewer; a larger tokens takes them from more"
+    )
+    numbers: dict[str, Any] = {"metrics": ", ".join(names), "needed": GROUPS}
+    return [Note(NoteKind.NO_INTERVALS_OF_ATTENTION, text, numbers=numbers)]
 
 
 def _few_last_tokens(
@@ -297,7 +340,7 @@ def _few_last_tokens(
     numbers: dict[str, int | float | str] = {
         "metrics": ", ".join(few), "sequences": round(known[few[0]]), "width": width
     }  # fmt: skip
-    return [Note("few sequences for a spectrum", text, numbers=numbers)]
+    return [Note(NoteKind.FEW_SEQUENCES, text, numbers=numbers)]
 
 
 def _few_spectral_rows(layers: list[LayerValues], columns: Columns) -> list[Note]:
@@ -313,4 +356,4 @@ def _few_spectral_rows(layers: list[LayerValues], columns: Columns) -> list[Note
         return []
     text = "spectra of layers wider than {width} columns use only {rows} rows{where}"
     numbers = {"width": SPECTRAL_WIDTH, "rows": SPECTRAL_ROWS}
-    return [Note("spectra of fewer rows", text, layers=tuple(wide), numbers=numbers)]
+    return [Note(NoteKind.SPECTRAL_ROWS, text, layers=tuple(wide), numbers=numbers)]

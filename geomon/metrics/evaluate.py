@@ -14,15 +14,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from geomon.capture.modes import unseen
-from geomon.capture.snapshot import HOST, OF_THE_BATCH, ROW_VIEWS, SOURCES, Layer
+from geomon.capture import (
+    HOST,
+    OF_THE_BATCH,
+    SOURCES,
+    Layer,
+    sources_shared_by,
+    unseen,
+    views_of,
+)
 from geomon.failures import failures
 from geomon.kernels.groups import GROUPS
 from geomon.kernels.products import without_autocast
 from geomon.metrics.arrays import arrays_of
 from geomon.metrics.at_once import in_pieces, layers_at_once
 from geomon.metrics.combine import Evaluation, combine
-from geomon.metrics.layer_values import LayerValues
+from geomon.metrics.layer_values import LayerValues, Parts
 from geomon.metrics.layer_views import (
     LayerViews,
     MissingViewError,
@@ -90,9 +97,9 @@ class Evaluator:
     def source_groups(self) -> list[frozenset[str]]:
         """Groups of sources that no metric reads together, the group of hidden states first."""
         read = [metric.sources for metric in self.metrics.values()]
-        unread = SOURCES.difference(*read)
+        unread = frozenset(SOURCES).difference(*read)
         groups: list[frozenset[str]] = []
-        for sources in [unread | {"hidden", "weights", "moves", "routing"}, *read]:
+        for sources in [unread | {"hidden"} | sources_shared_by("whole"), *read]:
             joined = sources.union(*(group for group in groups if group & sources))
             groups = [joined, *(group for group in groups if not group & sources)]
         return sorted(groups, key=lambda group: ("hidden" not in group, min(group)))
@@ -138,9 +145,7 @@ class Evaluator:
             OutOfMemoryError: If the device of the rows runs out of memory.
             Exception: If `strict`, any error of a metric.
         """
-        hidden = layer.captured.get("hidden")
-        shape = None if hidden is None else (hidden.shape[0], hidden.shape[1])
-        result = LayerValues(layer.stack, layer.index, shape)
+        result = LayerValues(layer.stack, layer.index, _shape(layer))
         result.fingerprint = _fingerprint(layer, rows, self.splits, self.queries)
         if "sequences" in layer.captured:
             result.sequences = len(layer.captured["sequences"].unique())
@@ -156,10 +161,8 @@ class Evaluator:
             for name, metric in self.metrics.items():
                 if metric.sources <= layer.sources and metric.can_be_measured(views):
                     with self._costing(name, result.unseen, result.failed):
-                        found = [_measure(metric, one) for one in _read_by(metric, splits)]
-                        values = _stacked([_numbers(one) for one in _fetched(found)])
-                        result.parts[name] = {part: each[:, None] for part, each in values.items()}
-                        if not all(np.isfinite(each).all() for each in values.values()):
+                        result.parts[name] = _measure_splits(metric, splits)
+                        if not _are_finite(result.parts[name]):
                             result.not_finite[name] = _views_not_finite(metric, layer)
             self._take_arrays(splits[0], result)
             if self.has_margins:
@@ -182,45 +185,55 @@ class Evaluator:
 
         A failure is noted with the layer and costs only the margin.
         """
-        asked = {
-            name: metric
-            for name, metric in self.metrics.items()
-            if name in result.parts
-            and metric.has_margin
-            and splits[0].groups(metric.captured) == GROUPS
-        }
-
-        def add(name: str, found: Sequence[_Numbers]) -> None:
-            """Append the values without each group, [splits, groups], to the values of all rows."""
-            whole = result.parts[name]
-            for part, values in _stacked(found).items():
-                if part in whole and part not in asked[name].without_margin:
-                    whole[part] = np.concatenate([whole[part], values], axis=1)
-
+        asked = self._with_margins(splits[0], result)
         unseen: dict[str, str] = {}  # views that have no form without a group are not failures
-        one_by_one: dict[str, list[Any]] = {}  # results of metrics, by group and split
         for name, metric in asked.items():
-            if metric.each_group is None:
-                one_by_one[name] = []
-                continue
-            with self._costing(name, unseen, result.without_margin):
-                at_once = reader(metric.each_group)
-                found = [one.apply(at_once) for one in _read_by(metric, splits)]
-                add(name, [_numbers(one) for one in _fetched(found)])
-        for group in range(GROUPS):
-            views = [ViewsWithout(split, group) for split in splits]
-            for name in [*one_by_one]:
+            if metric.each_group is not None:
                 with self._costing(name, unseen, result.without_margin):
-                    read = _read_by(asked[name], views)
-                    one_by_one[name] += [_apply(asked[name], one) for one in read]
-                if name in unseen or name in result.without_margin:
-                    del one_by_one[name]
+                    at_once = reader(metric.each_group)
+                    found = [one.apply(at_once) for one in _read_by(metric, splits)]
+                    without = [_numbers(one) for one in _fetched(found)]
+                    _append_groups(result.parts[name], without, metric)
+        one_by_one = self._without_each_group(
+            {name: metric for name, metric in asked.items() if metric.each_group is None},
+            splits, result,
+        )  # fmt: skip
         fetched = iter(_fetched([one for each in one_by_one.values() for one in each]))
         for name, each in one_by_one.items():
             count, results = len(each) // GROUPS, [next(fetched) for _ in each]
             with self._costing(name, unseen, result.without_margin):
                 numbers = [*map(_numbers, results)]
-                add(name, [_stacked(numbers[split::count]) for split in range(count)])
+                without = [_stacked(numbers[split::count]) for split in range(count)]
+                _append_groups(result.parts[name], without, asked[name])
+
+    def _with_margins(self, views: LayerViews, result: LayerValues) -> dict[str, Metric]:
+        """Choose the measured metrics that can have a margin, given the sequences of their rows."""
+        return {
+            name: metric
+            for name, metric in self.metrics.items()
+            if name in result.parts
+            and metric.has_margin
+            and views.groups(metric.captured) == GROUPS
+        }
+
+    def _without_each_group(
+        self, metrics: Mapping[str, Metric], splits: Sequence[LayerViews], result: LayerValues
+    ) -> dict[str, list[Any]]:
+        """Call metrics without each group of sequences: results by group and split.
+
+        A metric that fails or cannot be measured without a group has no entry.
+        """
+        found: dict[str, list[Any]] = {name: [] for name in metrics}
+        unseen: dict[str, str] = {}
+        for group in range(GROUPS):
+            views = [ViewsWithout(split, group) for split in splits]
+            for name in [*found]:
+                with self._costing(name, unseen, result.without_margin):
+                    read = _read_by(metrics[name], views)
+                    found[name] += [_apply(metrics[name], one) for one in read]
+                if name in unseen or name in result.without_margin:
+                    del found[name]
+        return found
 
     @contextlib.contextmanager
     def _costing(self, name: str, unseen: dict[str, str], failed: dict[str, str]) -> Iterator[None]:
@@ -266,12 +279,18 @@ def _plain_arithmetic(layer: Layer) -> Iterator[None]:
         yield
 
 
+def _shape(layer: Layer) -> tuple[int, int] | None:
+    """Return the number of rows and columns of hidden states, or None if there are none."""
+    hidden = layer.captured.get("hidden")
+    return None if hidden is None else (hidden.shape[0], hidden.shape[1])
+
+
 def _fingerprint(layer: Layer, *sizes: int | None) -> str:
     """Return a checksum of the tokens of a layer's rows; "" if they are unknown."""
     if "token_ids" not in layer.captured and not layer.of_weights:
         return ""
     found = zlib.crc32(repr(sizes).encode())
-    for name in ROW_VIEWS:
+    for name in views_of("hidden"):
         if name in layer.captured and name in OF_THE_BATCH:
             found = zlib.crc32(layer.captured[name].cpu().contiguous().numpy().tobytes(), found)
     return f"{found:08x}"
@@ -316,6 +335,24 @@ def _is_lost(view: Any) -> bool:
     if isinstance(view, Mapping):
         return not all(map(math.isfinite, view.values()))
     return isinstance(view, Tensor) and bool((view.isnan() | view.isposinf()).any())
+
+
+def _measure_splits(metric: Metric, splits: Sequence[LayerViews]) -> Parts:
+    """Call a metric for each split: numbers by part, [splits, 1] or [splits, 1, heads]."""
+    found = [_measure(metric, one) for one in _read_by(metric, splits)]
+    values = _stacked([_numbers(one) for one in _fetched(found)])
+    return {part: each[:, None] for part, each in values.items()}
+
+
+def _are_finite(parts: Parts) -> bool:
+    return all(np.isfinite(each).all() for each in parts.values())
+
+
+def _append_groups(parts: Parts, without: Sequence[_Numbers], metric: Metric) -> None:
+    """Append the values of each split without each group to those of all rows."""
+    for part, values in _stacked(without).items():
+        if part in parts and part not in metric.without_margin:
+            parts[part] = np.concatenate([parts[part], values], axis=1)
 
 
 def _measure(metric: Metric, views: LayerViews) -> Any:

@@ -55,6 +55,14 @@ class LayerValues:
     without_arrays: str = ""
     traits: dict[str, float] = field(default_factory=dict)
 
+    def has_tried(self, name: str) -> bool:
+        """Return whether a metric belongs to the layer, measured or not.
+
+        Args:
+            name: Name of the metric.
+        """
+        return name in self.parts or name in self.unseen or name in self.failed
+
     def has_margin(self, name: str) -> bool:
         """Return whether a part of a metric has a margin.
 

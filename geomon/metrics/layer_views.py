@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from geomon.capture.snapshot import CAPTURED, LAST, Layer, source_of
+from geomon.capture import CAPTURED, LAST, Layer, source_of
 from geomon.kernels.groups import Groups
 from geomon.metrics.views import (
     DERIVED,

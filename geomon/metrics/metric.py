@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import msgspec
 import torch
 
-from geomon.capture.snapshot import LAST, source_of
+from geomon.capture import LAST, source_of
 from geomon.kernels.groups import GROUPS
 from geomon.metrics.views import can_be_made, captured_views, is_view, parameters
-from geomon.record.columns import MetricText
+from geomon.record import MetricText
 
 # Errors that end a measurement: Ctrl-C, and lack of memory (another device may have it). Any other
 # error of a metric, even SystemExit, costs only its own values.

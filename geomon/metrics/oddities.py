@@ -8,9 +8,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from geomon.capture.snapshot import Layer
+from geomon.capture import Layer
 from geomon.note import Note
-from geomon.record.columns import Columns
+from geomon.note_kinds import NoteKind
+from geomon.record import Columns
 
 # Share of the rows above which one token is named. In English text of characters, spaces make up
 # a sixth; with fewer kinds of tokens than this, a large share is normal.
@@ -114,7 +115,7 @@ def _unusual_scale(traits: Mapping[int, Traits]) -> list[Note]:
     if math.isclose(by_width, 1.0, rel_tol=1e-3):
         return []
     text = "all layers scale scores of attention by {scale:.3g}, most models by {usual:.3g}"
-    return [Note("scale of the scores", text, numbers={"scale": scale, "usual": scale / by_width})]
+    return [Note(NoteKind.UNUSUAL_SCALE, text, numbers={"scale": scale, "usual": scale / by_width})]
 
 
 def _differing(values: Mapping[int, float], is_odd: Callable[[float, float], bool]) -> list[int]:
@@ -139,7 +140,7 @@ def _later_keys(traits: Mapping[int, Traits]) -> Note | None:
     if not layers:
         return None
     text = "attention sees keys after the query{where}; in the other layers it does not"
-    return Note("keys after the query", text, layers=tuple(layers))
+    return Note(NoteKind.LATER_KEYS, text, layers=tuple(layers))
 
 
 def _other_scale(traits: Mapping[int, Traits]) -> Note | None:
@@ -157,7 +158,7 @@ def _other_scale(traits: Mapping[int, Traits]) -> Note | None:
         "scores of attention are scaled by {own:.3g}{where}, and in the other layers by {other:.3g}"
     )
     numbers = {"own": traits[layers[0]]["scale"], "other": other}
-    return Note("another scale of the scores", text, layers=tuple(layers), numbers=numbers)
+    return Note(NoteKind.OTHER_SCALE, text, layers=tuple(layers), numbers=numbers)
 
 
 def _uniform(columns: Columns) -> Note | None:
@@ -172,7 +173,7 @@ def _uniform(columns: Columns) -> Note | None:
         "attention is uniform{where}, as with random weights or queries of 0; in most layers it is "
         "not"
     )
-    return Note("uniform attention", text, layers=tuple(layers))
+    return Note(NoteKind.UNIFORM, text, layers=tuple(layers))
 
 
 def _equal_heads(columns: Columns) -> Note | None:
@@ -193,7 +194,7 @@ def _equal_heads(columns: Columns) -> Note | None:
     named = "; ".join(f"layer {layer}, head {head}" for layer, head in heads[:_NAMED])
     text = "heads attend alike, number for number: {named}{more}"
     more = f" and {len(heads) - _NAMED} more" if len(heads) > _NAMED else ""
-    return Note("equal heads", text, heads=heads, numbers={"named": named, "more": more})
+    return Note(NoteKind.EQUAL_HEADS, text, heads=heads, numbers={"named": named, "more": more})
 
 
 def _one_token(traits: Mapping[int, Traits]) -> Note | None:
@@ -205,7 +206,7 @@ def _one_token(traits: Mapping[int, Traits]) -> Note | None:
                 "attention mask, so that it is left out"
             )
             numbers = {"token": int(own["most_frequent"]), "share": 100 * own["share_of_one"]}
-            return Note("one token in many rows", text, numbers=numbers)
+            return Note(NoteKind.ONE_TOKEN, text, numbers=numbers)
     return None
 
 
@@ -217,17 +218,21 @@ def _jumps(traits: Mapping[int, Traits]) -> list[Note]:
         if "size" in own and traits.get(at - 1, {}).get("size")
     }
     notes = []
-    for kind, factors in (
-        ("larger", {at: x for at, x in found.items() if x > _HUNDREDFOLD}),
-        ("smaller", {at: 1 / x for at, x in found.items() if 0 < x < 1 / _HUNDREDFOLD}),
+    for kind, word, factors in (
+        (NoteKind.LARGER, "larger", {at: x for at, x in found.items() if x > _HUNDREDFOLD}),
+        (
+            NoteKind.SMALLER,
+            "smaller",
+            {at: 1 / x for at, x in found.items() if 0 < x < 1 / _HUNDREDFOLD},
+        ),
     ):
         if factors:
             text = (
-                f"hidden states up to {{factor:,.0f}} times {kind} than one layer before{{where}}"
+                f"hidden states up to {{factor:,.0f}} times {word} than one layer before{{where}}"
             )
             notes.append(
                 Note(
-                    f"hidden states much {kind}", text, layers=tuple(factors),
+                    kind, text, layers=tuple(factors),
                     numbers={"factor": max(factors.values())},
                 )
             )  # fmt: skip

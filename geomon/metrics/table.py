@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from geomon.capture.snapshot import CAPTURED
+from geomon.capture import CAPTURED
 from geomon.kernels import dimension
 from geomon.kernels import spectrum as spectral
 from geomon.kernels.additions import norm_growth, residual_cosine
@@ -40,8 +40,7 @@ from geomon.kernels.token_types import TokenTypes
 from geomon.metrics import nulls
 from geomon.metrics.metric import COUNTS, Metric, as_metric
 from geomon.metrics.views import DERIVED, FAR, NEAR, is_view
-from geomon.record import tags
-from geomon.record.columns import MetricText
+from geomon.record import MetricText, tags
 
 # Scales of Gride beyond the two nearest rows, by the view that has enough neighbours.
 _NEAR_SCALES = [k for k in dimension.SCALES if 1 < k <= NEAR // 2]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from geomon.capture.snapshot import CAPTURED
+from geomon.capture import CAPTURED
 from geomon.kernels import spectrum as kernels
 from geomon.kernels.attention import (
     attention_rows,

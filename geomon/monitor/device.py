@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from geomon.capture.snapshot import HOST, Layer
+from geomon.capture import HOST, Layer
 from geomon.failures import failures, ignored
 
 AUTO = "auto"

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 from geomon.failures import failures, ignored
-from geomon.metrics.at_once import stacks_suffice
+from geomon.metrics import stacks_suffice
 from geomon.monitor.device import first_line
 from geomon.monitor.jobs import ReadingJob
 from geomon.monitor.options import PROCESS, THREAD
 from geomon.monitor.worker import Worker, WorkerError
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 
 # Readings whose rows may wait in memory while earlier readings are measured in the background.
 _WAITING = 2
@@ -111,7 +112,7 @@ class ReadingExecutor:
     def _measure(self, job: ReadingJob, before: ReadingJob | None) -> None:
         """Measure a job in a thread of its own, after the job before it."""
         if before is not None:
-            before.done.wait()
+            before.wait()
         self._began = time.perf_counter()
         try:
             with job.alongside_training():
@@ -128,7 +129,7 @@ class ReadingExecutor:
         except failures(WorkerError) as error:
             text = "measured in a thread beside the training, not in a process: {why}"
             why = {"why": first_line(error)}
-            job.notes.append(Note("measured in a thread", text, numbers=why))
+            job.notes.append(Note(NoteKind.IN_THREAD, text, numbers=why))
         return function(*args)
 
     def _uses_worker(self) -> bool:

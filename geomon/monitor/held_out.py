@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from geomon.capture.unchanged import random_states_kept
+from geomon.capture import random_states_kept
 from geomon.distributed import RankGroup
 from geomon.failures import failures, ignored
 from geomon.monitor.probe_loss import count_sequences, tensors_of
@@ -91,15 +91,8 @@ class HeldOut:
         counts: list[tuple[int, int]] = []  # rows and sequences of every batch of every rank
         with random_states_kept(model):
             while len(self.batches) < most and not _is_enough(counts, rows):
-                batch, failure = _next(self._source)
-                reports = group.all_gather((None if batch is None else _count(batch), failure))
-                for place, (_, why) in enumerate(reports):
-                    if why:
-                        where = f"rank {place}: " if group.members > 1 else ""
-                        raise ValueError(f"{where}the loader of the probe failed: {why}")
-                by_tokens = {group.data_rank_of(rank): one for rank, (one, _) in enumerate(reports)}
-                found = [one for one in by_tokens.values() if one is not None]
-                if len(found) < len(by_tokens):
+                batch, found = _draw(self._source, group)
+                if found is None:
                     break
                 counts += found
                 self.batches.append(batch)
@@ -189,6 +182,23 @@ def _batches_of(loader: Iterable[Any]) -> Iterator[Any]:
         # Persistent workers would restart for their owner too; a loader refuses to be changed.
         vars(loader).update(_iterator=None, pin_memory=False)
     yield from loader
+
+
+def _draw(batches: Iterator[Any], group: RankGroup) -> tuple[Any, list[tuple[int, int]] | None]:
+    """Draw this rank's next batch, and count rows and sequences of each rank's; a collective.
+
+    Ranks with the same tokens count once. There is no count if some rank has no more batches.
+    Raises ValueError if a rank's loader fails.
+    """
+    batch, failure = _next(batches)
+    reports = group.all_gather((None if batch is None else _count(batch), failure))
+    for rank, (_, why) in enumerate(reports):
+        if why:
+            where = f"rank {rank}: " if group.members > 1 else ""
+            raise ValueError(f"{where}the loader of the probe failed: {why}")
+    by_tokens = {group.data_rank_of(rank): one for rank, (one, _) in enumerate(reports)}
+    counts = [one for one in by_tokens.values() if one is not None]
+    return batch, counts if len(counts) == len(by_tokens) else None
 
 
 def _next(batches: Iterator[Any]) -> tuple[Any, str]:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from geomon.capture.snapshot import HOST, queue_copy
+from geomon.capture import HOST, queue_copy
 
 
 class HostCopy(NamedTuple):

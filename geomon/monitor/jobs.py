@@ -1,39 +1,32 @@
 """A job measures one reading, layer by layer, from the snapshots of one rank or of all."""
 
-import functools
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 
-from geomon.analysis.alerts import Inputs
-from geomon.capture import ATTENTION_QUERIES
-from geomon.capture.snapshot import (
+from geomon.analysis import Inputs
+from geomon.capture import (
+    ATTENTION_QUERIES,
     HOST,
-    Layer,
     NotSeenError,
     Snapshot,
     explain_missing,
 )
-from geomon.distributed import RankFailedError, RankGroup, gather, merge_layers
+from geomon.distributed import RankFailedError, RankGroup, gather
 from geomon.failures import failures
 from geomon.metrics import Evaluator, LayerValues
-from geomon.metrics.at_once import in_modes, in_pieces
-from geomon.monitor.device import MeasuringDevice, first_line
+from geomon.monitor.device import MeasuringDevice
+from geomon.monitor.layer_queue import Call, LayerQueue
 from geomon.monitor.moves import Moves
 from geomon.note import Note
-from geomon.record import Reading, tags
-from geomon.record.arrays import Arrays
+from geomon.note_kinds import NoteKind
+from geomon.record import Arrays, Reading, tags
 
 # Source of a reading of few columns, which only alerts look at.
 CHECK = "check"
-# Each rank's part of one layer.
-_Parts = tuple[Layer, ...]
-# Calls a function with arguments, somewhere.
-Call = Callable[..., Any]
 
 
 class ReadingJob:
@@ -55,9 +48,6 @@ class ReadingJob:
 
     Attributes:
         arrays: Arrays for figures, once the job is finished.
-        notes: Notes on where and why its rows were measured.
-        finished: Whether the reading is made or has failed, so that `result` can be called.
-        done: Set once the next job may finish.
         seconds: Seconds by which the reading delayed the training.
     """
 
@@ -75,19 +65,12 @@ class ReadingJob:
         moves: Moves | None = None,
     ) -> None:
         self.step, self.source, self.inputs = step, source, inputs
-        self.rows = rows
         self.seconds = 0.0
         self.arrays: Arrays = {}
-        self.notes: list[Note] = []
-        self.finished, self.done = False, threading.Event()
-        self._group, self._evaluator = group, evaluator
-        self._place, self._same_inputs = place, same_inputs
-        self._moves = moves
-        self._measured: list[LayerValues] = []
-        self._failing: set[str] = set()  # metrics that fail on the host as well
-        self._call: Call | None = None
-        self._failure: Exception | None = None
-        self._reading: Reading | None = None
+        self._group, self._evaluator, self._rows = group, evaluator, rows
+        self._same_inputs = same_inputs
+        self._layers = LayerQueue(evaluator, rows, place, moves)
+        self._outcome: Future[Reading | None] = Future()
 
     def begin(self, passes: Sequence[Snapshot] | Exception, seconds: float) -> None:
         """Gather the rows of all ranks, given each pass's snapshot or an error; a collective.
@@ -99,20 +82,14 @@ class ReadingJob:
         began = time.perf_counter()
         self._gathered = gather(
             passes, (self.step, self.source), self._group,
-            rows=self.rows * self._evaluator.splits, queries=ATTENTION_QUERIES,
+            rows=self._rows * self._evaluator.splits, queries=ATTENTION_QUERIES,
             same_inputs=self._same_inputs,
         )  # fmt: skip
         if self._gathered.empty:
             assert not isinstance(passes, Exception)
             missing = explain_missing(passes[0], self._evaluator.views)
             raise NotSeenError(missing or "no block ran")
-        # All layers, in order; measured ones are empty, because their rows are freed.
-        self._parts = self._gathered.parts
-        self._device = self._place.device
-        why = self._place.why_not([layer for parts in self._parts for layer in parts])
-        if why is not None:
-            self._go_to_host(why)
-        self._ready = self._place.mark_ready()
+        self._layers.begin(self._gathered.parts)
         self.seconds = seconds + time.perf_counter() - began
 
     @property
@@ -121,101 +98,46 @@ class ReadingJob:
         return self._group.members > 1
 
     @property
-    def left(self) -> int:
-        """Number of layers that this rank still has to measure."""
-        return len(self._parts) - len(self._measured)
-
-    @property
-    def _left(self) -> list[_Parts]:
-        """The layers that are not measured yet."""
-        return self._parts[len(self._measured) :]
+    def finished(self) -> bool:
+        """Whether the reading is made or has failed, so that `result` can be called."""
+        return self._outcome.done()
 
     @property
     def failed(self) -> bool:
-        """Whether the job was given up, so that `result` raises."""
-        return self._failure is not None
+        """Whether the job has failed, so that `result` raises."""
+        return self.finished and self._outcome.exception() is not None
+
+    @property
+    def notes(self) -> list[Note]:
+        """Notes on where and why its rows were measured; more may be added."""
+        return self._layers.notes
+
+    def wait(self) -> None:
+        """Wait until the job is finished."""
+        wait([self._outcome])
 
     def measure(self, at_once: int | None = None, call: Call | None = None) -> None:
         """Measure the remaining layers and make the reading; errors are kept for `result`.
 
         If the host measures, it does so by `call(function, *args)`, which may use another process.
         """
-        self._call = call
+        self._layers.call = call
         try:
-            while self.left > 0:
-                self.measure_next(at_once or self.left)
+            while left := self._layers.left:
+                began = time.perf_counter()
+                self._layers.measure(at_once or left)
+                self.seconds += time.perf_counter() - began
         except failures() as error:
             self.fail(error)
         self.finish()
 
-    def measure_next(self, count: int = 1) -> None:
-        """Measure more layers, as many at once as pays, and free their captured views."""
-        began = time.perf_counter()
-        if self._device == HOST and self._ready is not None:
-            self._ready.synchronize()  # copies to the host are queued behind the training's work
-        for found in self._measure(self._left[:count]):
-            # Only this line marks a layer as measured: an interrupted one is measured again.
-            self._measured.append(found)
-            self._parts[len(self._measured) - 1] = ()
-        self.seconds += time.perf_counter() - began
-
     def alongside_training(self) -> AbstractContextManager[None]:
         """Return a context manager for measuring in this thread while another thread trains."""
-        return self._place.alongside_training(self._ready)
-
-    def _measure(self, layers: Sequence[_Parts]) -> Iterator[LayerValues]:
-        """Yield the values of layers in order, several measured at once on the host.
-
-        On the host, this happens outside of the training's torch modes.
-        """
-        on_host = self._device == HOST
-        left = [parts[0] for parts in self._left]
-        at_once = self._evaluator.layers_at_once(left, self.rows) if on_host else 1
-        if on_host and self._call is not None:
-            measure = functools.partial(self._call, _measure_at_once, self._evaluator)
-            return (measure(self._whole(parts), self.rows, at_once) for parts in layers)
-        return in_pieces(
-            self._measure_one, layers, self._evaluator.source_groups, at_once,
-            outside=on_host and in_modes(),
-        )  # fmt: skip
-
-    def _measure_one(self, parts: _Parts) -> LayerValues:
-        """Measure a layer on its device; if that fails, move it and later ones to the host."""
-        if self._device == HOST:
-            return self._evaluator.measure_layer(self._whole(parts), self.rows)
-        try:
-            whole = self._whole(parts, self._device)
-            found = self._evaluator.measure_layer(whole, self.rows)
-        except torch.OutOfMemoryError as error:
-            name, why = "", f"{self._device} does not have enough memory ({first_line(error)})"
-        else:
-            failed = found.failed | found.without_margin
-            if failed.keys() <= self._failing:
-                return found
-            name = min(failed.keys() - self._failing)
-            why = f"{name} failed on {self._device} ({first_line(failed[name])})"
-        on_host = self._evaluator.measure_layer(self._whole(parts), self.rows)
-        self._failing |= on_host.failed.keys() | on_host.without_margin.keys()
-        if name not in self._failing:
-            self._go_to_host(why)
-        return on_host
-
-    def _whole(self, parts: _Parts, device: torch.device = HOST) -> Layer:
-        """Join a layer's parts with the rows of all ranks, on a device."""
-        layer = merge_layers(parts).to(device)
-        return layer if self._moves is None else self._moves.added_to(layer)
-
-    def _go_to_host(self, why: str) -> None:
-        """Move the layers that are still to be measured to the host."""
-        self._parts[:] = [tuple(layer.to(HOST) for layer in parts) for parts in self._parts]
-        self._device = HOST
-        text = "measured on the host: {why}"
-        self.notes.append(Note("measured on the host", text, numbers={"why": why}))
+        return self._layers.alongside_training()
 
     def fail(self, error: BaseException) -> None:
         """Give the reading up, for this reason."""
-        self._failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
-        del self._parts[len(self._measured) :]
+        self._layers.give_up(error)
 
     def finish(self) -> None:
         """Make the reading once every layer is measured or the job has failed; a collective.
@@ -227,28 +149,22 @@ class ReadingJob:
         began = time.perf_counter()
         try:
             measured = self._all_layers()
-            if measured is not None:
-                self._reading = self._make_reading(measured, began)
+            reading = None if measured is None else self._make_reading(measured, began)
         except failures() as error:
-            self._failure = error
-        self.finished = True
-        self.done.set()
+            self._outcome.set_exception(error)
+        else:
+            self._outcome.set_result(reading)
 
     def result(self) -> Reading | None:
         """Return the reading on the first rank (None on others), or raise what prevented it."""
-        if self._failure is not None:
-            raise self._failure
-        return self._reading
+        return self._outcome.result()
 
     def _make_reading(self, measured: Sequence[LayerValues], began: float) -> Reading:
         info = self._gathered.info
-        call = self._call or _call_here
-        evaluation = call(self._evaluator.combine, measured, self.rows)
-        if self._moves is not None:
-            self._moves.complete(evaluation.stacks)
-        tokens = min(info.tokens, self.rows * self._evaluator.splits)
+        evaluation = self._layers.combine(measured)
+        tokens = min(info.tokens, self._rows * self._evaluator.splits)
         self.arrays = evaluation.arrays
-        notes = (*info.notes, *evaluation.notes, *self._notes_on_rows(tokens), *self.notes)
+        notes = (*info.notes, *evaluation.notes, *self._notes_on_rows(tokens), *self._layers.notes)
         self.seconds += time.perf_counter() - began
         return Reading(
             step=self.step,
@@ -268,14 +184,14 @@ class ReadingJob:
 
     def _all_layers(self) -> list[LayerValues] | None:
         """Return the values of all layers on the first rank, and None on others; a collective."""
-        error = self._failure
+        error = self._layers.failure
         if self._group.members == 1:
             if error is not None:
                 raise error
-            return self._measured
+            return self._layers.measured
         rank = self._group.rank
         reason = None if error is None else f"rank {rank}: {type(error).__name__}: {error}"
-        shares = self._group.gather((reason, self._measured))
+        shares = self._group.gather((reason, self._layers.measured))
         if reason is not None:
             raise RankFailedError(reason) from error
         if shares is None:
@@ -286,13 +202,13 @@ class ReadingJob:
         return self._gathered.interleave([layers for _, layers in shares])
 
     def _notes_on_rows(self, tokens: int) -> list[Note]:
-        if not 0 < tokens < self.rows:
+        if not 0 < tokens < self._rows:
             return []
         text = (
             "only {rows} rows here (tokens={asked} asked for more): with so few, the intrinsic "
             "dimension comes out too low"
         )
-        return [Note("few rows", text, numbers={"rows": tokens, "asked": self.rows})]
+        return [Note(NoteKind.FEW_ROWS, text, numbers={"rows": tokens, "asked": self._rows})]
 
 
 def measure_alone(snapshot: Snapshot, evaluator: Evaluator, rows: int) -> Reading:
@@ -317,19 +233,6 @@ def measure_alone(snapshot: Snapshot, evaluator: Evaluator, rows: int) -> Readin
     reading = job.result()
     assert reading is not None
     return reading
-
-
-def _call_here(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
-
-
-def _measure_at_once(evaluator: Evaluator, layer: Layer, rows: int, at_once: int) -> LayerValues:
-    """Measure a layer, in pieces if several can be measured at once."""
-    [values] = in_pieces(
-        lambda parts: evaluator.measure_layer(parts[0], rows), [(layer,)],
-        evaluator.source_groups, at_once,
-    )  # fmt: skip
-    return values
 
 
 __all__ = ["CHECK", "ReadingJob", "measure_alone"]

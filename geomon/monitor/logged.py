@@ -1,7 +1,7 @@
 """Values that a training logs, kept until the reading of their step is made."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -44,9 +44,18 @@ class LoggedValues:
             if value is not None:
                 self._given.add(name)
 
-    def wait_for(self, names: Iterable[str]) -> None:
-        """Make later readings wait for more names."""
-        for name in names:
+    def wait_after_late(self, step: int, late: Sequence[str]) -> None:
+        """Warn about values that came after the reading of their step; later ones wait for them."""
+        if not late:
+            return
+        names = ", ".join(map(repr, late))
+        option = "log=(" + "".join(f"{name!r}, " for name in late).rstrip() + ")"
+        self._warnings.warn(
+            f"{names} of step {step} came after its reading was recorded; later readings will wait "
+            f"for it: log inside `with monitor(step)`, or give Monitor {option}",
+            kind=f"late {names}",
+        )
+        for name in late:
             with ignored(ValueError):
                 tags.training_tag(name)
                 self._awaited[name] = None

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geomon.analysis.bands import LEAST, QUIET, SLOW, WINDOW, measure_distance, start_of_window
-from geomon.capture.modes import unseen
+from geomon.analysis import LEAST, QUIET, SLOW, WINDOW, measure_distance, start_of_window
+from geomon.capture import unseen
 from geomon.failures import ignored
 from geomon.monitor.host_copy import HostCopy, copy_to_host
 from geomon.monitor.logged import copy_number

@@ -7,14 +7,12 @@ verbs (enter, log, probe, close) are the only place that charges time and guards
 
 import atexit
 import contextlib
-import dataclasses
 import functools
 import importlib
 import math
 import multiprocessing
 import multiprocessing.util
 import os
-import platform
 import sys
 import time
 import weakref
@@ -24,34 +22,28 @@ from html import escape
 from pathlib import Path
 from typing import Any, Self, SupportsIndex, Unpack
 
-import msgspec
-import torch
-from torch import nn
-
-from geomon.analysis.alerts import Inputs
-from geomon.analysis.bands import WATCHED
-from geomon.capture import in_cuda_graph
-from geomon.capture.model_parts import ModelParts
-from geomon.capture.modes import without_modes
-from geomon.capture.snapshot import HOST, NotSeenError, Snapshot, explain_missing
+from geomon.analysis import Inputs
+from geomon.capture import (
+    ModelParts,
+    NotSeenError,
+    Snapshot,
+    in_cuda_graph,
+    without_modes,
+)
 from geomon.distributed import (
     RankFailedError,
     RankGroup,
     RanksLostError,
-    find_ranks,
-    join_ranks,
 )
-from geomon.distributed.mesh import Mesh, find_place
 from geomon.failures import failures, ignored
-from geomon.metrics import Evaluator, check_metrics, searched_by
-from geomon.metrics.at_once import in_modes
+from geomon.metrics import in_modes
 from geomon.monitor.device import MeasuringDevice
 from geomon.monitor.executor import ReadingExecutor
-from geomon.monitor.held_out import HeldOut, describe_probe, is_loader
-from geomon.monitor.jobs import CHECK, ReadingJob
-from geomon.monitor.moves import Moves, WeightWatch
+from geomon.monitor.held_out import HeldOut, is_loader
+from geomon.monitor.job_factory import CHECK_ROWS, JobFactory
+from geomon.monitor.jobs import ReadingJob
+from geomon.monitor.model_blocks import ModelBlocks
 from geomon.monitor.options import (
-    AUTO,
     MonitorOptions,
     check_options,
     check_step,
@@ -59,24 +51,20 @@ from geomon.monitor.options import (
 )
 from geomon.monitor.outbox import Outbox
 from geomon.monitor.passes import Passes
-from geomon.monitor.planner import DEFAULT_SHARE, Account, Due, Planner
+from geomon.monitor.planner import Account, Due
 from geomon.monitor.probe_loss import ProbeLoss
-from geomon.monitor.schedule import Schedule, first_steps, log_spaced
+from geomon.monitor.run_description import describe_run
+from geomon.monitor.setup import connect, make_planner, open_record
 from geomon.monitor.warnings import Warnings
+from geomon.monitor.weight_looks import WeightLooks
 from geomon.note import Note
-from geomon.record import Reading, Readings, Record, Sink, read
-from geomon.record.printable import printable, text_of
-from geomon.record.tags import LOSS
-from geomon.version import __version__
+from geomon.note_kinds import NoteKind
+from geomon.record import LOSS, Reading, Readings, Sink, printable, read, text_of
 
 _RATES = {"lr", "learning_rate"}  # names of learning rates among logged values
 _NOTHING = nullcontext()  # returned for a step that is not due
-# Rows of hidden states that a check looks at.
-_CHECK_ROWS = 1024
 # Modules that the first reading would otherwise load inside a step, which takes a second.
 _LOADED_FIRST = ("torch._dynamo", "faiss", "scipy.special")
-# Longest text of a setting in the description of a run.
-_LONGEST = 200
 
 
 @documented(MonitorOptions)
@@ -99,43 +87,39 @@ class Monitor:
 
     def __init__(self, model: Any, **options: Unpack[MonitorOptions]) -> None:
         self._options = options = check_options(options, type(self).__name__)
-        self._parts = ModelParts(model)
-        self._model = self._parts.root
+        parts = ModelParts(model)
         if options["probe"] is not None:
-            self._parts.check_probe(options["probe"])
-        self._evaluator = Evaluator(
-            check_metrics(options["metrics"]), options["splits"], options["queries"],
-            options["strict"],
-            keeps_arrays=options["arrays"] and options["directory"] is not None,
-        )  # fmt: skip
-        self._quick_evaluator = Evaluator(
-            {name: m for name, m in self._evaluator.metrics.items() if name in WATCHED},
-            splits=1, has_margins=False,
-        )  # fmt: skip
-        self._device = MeasuringDevice(options["device"], self._model)
-        self._source = "inline" if options["probe"] is None else "probe"
-        self._group = self._join_ranks()
+            parts.check_probe(options["probe"])
+        self._jobs = JobFactory(options, parts.root)
+        self._group = connect(options, parts)
         self.warnings = Warnings(self._group, strict=options["strict"])
         self.account = Account()
+        in_background = self._jobs.suit_background(options["background"], self._group)
         loss = options["probe_loss"]
         self.passes = Passes(
-            self._parts, options, views=self._evaluator.views, group=self._group,
-            device=self._device, in_background=self._in_background(), account=self.account,
+            ModelBlocks(parts, self._group, options["blocks"]), options,
+            views=self._jobs.evaluator.views, group=self._group, device=self._jobs.device,
+            in_background=in_background, account=self.account,
             loss=None if loss is None else ProbeLoss(loss, self.warnings),
         )  # fmt: skip
-        self.planner = self._make_planner()
-        self._record = self._make_record(options["directory"])
-        way = options["background"] if isinstance(options["background"], str) else True
-        self._executor = ReadingExecutor(background=self._in_background() and way)
-        self.outbox = Outbox(
-            self._record, options, self._executor, self.planner, self.account, self.warnings,
-            functools.partial(_notes_of_run, self.passes, self._group, self._device),
+        self.planner = make_planner(
+            options, self._group, self.account, self.warnings,
+            can_check=bool(self._jobs.quick_evaluator.metrics),
         )  # fmt: skip
-        self._weights = WeightWatch(self._model)
-        self._moves: Moves | None = None  # of the last look
+        record = open_record(options["directory"], self._group, self.warnings)
+        way = options["background"] if isinstance(options["background"], str) else True
+        self._executor = ReadingExecutor(background=in_background and way)
+        self.outbox = Outbox(
+            record, options, self._executor, self.planner, self.account, self.warnings,
+            functools.partial(_notes_of_run, self.passes, self._group, self._jobs.device),
+        )  # fmt: skip
+        self._weights = WeightLooks(
+            self.passes.blocks, self.outbox.alarms, self.warnings,
+            is_alerted=self._group.rank == 0 and "unmoved_weights" in options["alerts"],
+            is_measured="weight_moves" in self._jobs.evaluator.views,
+        )  # fmt: skip
         self._process = os.getpid()
         self._has_failed = False  # whether it was closed because of an error
-        self._is_verified = False  # whether the first window was looked at for missing views
         _close_at_exit(self)
 
     # -- verbs -------------------------------------------------------------------------------------
@@ -159,12 +143,12 @@ class Monitor:
             return _NOTHING
         with self.charge():
             self.advance(step)
-            due = self._due(self._source, force=force)
+            due = self._due(self.planner.source, force=force)
             if due is Due.NOTHING:
                 return _NOTHING
             number = check_step(step)
-            self._watch_weights(number)
-            if self._source == "probe":
+            self._weights.look(number)
+            if self.planner.source == "probe":
                 return self._probing(number)
             return self._watching(number) if due is Due.READING else self._checking(number)
 
@@ -188,8 +172,8 @@ class Monitor:
                 self._process = os.getpid()
                 self._executor.forget()
             self.passes.sweep(number)
-            if self.planner.step is None and self._record is not None:
-                self._record.check_alone()
+            if self.planner.step is None:
+                self.outbox.check_alone()
             self.outbox.move_to(number)
             with self.warnings.guard():
                 if self.planner.step is None or number < self.planner.step:
@@ -264,12 +248,12 @@ class Monitor:
                 "a loader is drawn from only once, so that readings can be compared: pass it to "
                 "the monitor, Monitor(model, probe=loader), and call probe(step)"
             )
-        self._parts.check_probe(inputs)
+        self.passes.blocks.model.check_probe(inputs)
         with self.charge():
             self.advance(step)
             number = check_step(step)
             if self._due("probe", force=True) is Due.READING:
-                self._watch_weights(number)
+                self._weights.look(number)
                 self._read(
                     number, "probe", lambda: self.passes.run(inputs, number),
                     began=time.perf_counter(), same_inputs=not isinstance(inputs, HeldOut),
@@ -359,7 +343,7 @@ class Monitor:
         Args:
             sinks: Sinks that write to loggers of the training.
         """
-        self.outbox.sinks.add_loggers(sinks)
+        self.outbox.add_loggers(sinks)
 
     def charge(self) -> AbstractContextManager[None]:
         """Return a context manager for geomon's own work: it counts time, and hides operations."""
@@ -379,41 +363,19 @@ class Monitor:
     @property
     def path(self) -> Path | None:
         """Path of the record; None if nothing is recorded, and on other ranks."""
-        return None if self._record is None else self._record.path
+        return self.outbox.path
 
     def describe(self) -> dict[str, Any]:
         """Describe the run for its record: versions, model, layers, metrics, numbers of rows."""
-        options, metrics = self._options, self._evaluator.metrics
-        return {
-            "geomon": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "model": self._parts.name,
-            "parameters": sum(
-                parameter.numel()
-                for parameter in self._model.parameters()
-                if not nn.parameter.is_lazy(parameter)
-            ),
-            "layers": self._block_names,
-            "metrics": {name: msgspec.to_builtins(metric.text) for name, metric in metrics.items()},
-            "schedule": text_of(options["schedule"] or "within the budget"),
-            "probe": describe_probe(options["probe"]),
-            "tokens": options["tokens"],
-            "splits": options["splits"],
-            "queries": options["queries"],
-            "seed": options["seed"],
-            "world_size": self._group.size,
-            "gather": self._group.connected,
-            "mesh": self._group.mesh.words(),
-            "device": str(self._device.device),
-            "search": searched_by(self._device.device),
-            **_settings(options["settings"], "training"),
-        }
+        return describe_run(
+            self._options, self.passes.blocks.model, self._block_names,
+            self._jobs.evaluator.metrics, self._group, self._jobs.device,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         options = self._options
         parts = [
-            self._parts.name,
+            self.passes.blocks.model.name,
             f"{len(self._block_names)} blocks",
             f"{len(options['metrics'])} metrics",
             f"schedule={text_of(options['schedule'])}",
@@ -462,7 +424,7 @@ class Monitor:
     def _checking(self, step: int) -> Iterator[None]:
         """Look at a few values of this rank's rows in the training's forward pass."""
         with self.charge():
-            window = self.passes.open_for_check(step, self._quick_evaluator.views, _CHECK_ROWS)
+            window = self.passes.open_for_check(step, self._jobs.quick_evaluator.views, CHECK_ROWS)
         with window:
             yield
         if not self._is_own():
@@ -476,10 +438,7 @@ class Monitor:
                 if passes[0].is_empty:
                     self.planner.checks.stop()  # compiled code hides the blocks
                     return
-                job = ReadingJob(
-                    step, CHECK, RankGroup(), self._quick_evaluator, rows=_CHECK_ROWS,
-                    place=self._device, inputs=inputs, moves=self._moves,
-                )  # fmt: skip
+                job = self._jobs.check(step, inputs=inputs, moves=self._weights.moves)
                 job.begin(passes, window.seconds)
                 self._executor.submit(job)
             self.planner.checks.mark(time.perf_counter() - began)
@@ -497,26 +456,11 @@ class Monitor:
                 with self.charge():
                     self.outbox.publish()
 
-    def _watch_weights(self, step: int) -> None:
-        """Look how far the weights have moved, and on the first rank for those that do not."""
-        self._moves = None
-        is_alerted = self._group.rank == 0 and "unmoved_weights" in self._options["alerts"]
-        if not (is_alerted or "weight_moves" in self._evaluator.views):
-            return
-        failed = "how far weights move is not measured"
-        self.warnings.attempt(lambda: self._look_at_weights(step), failed, once=True)
-        news = self._weights.news()
-        if is_alerted:
-            self.outbox.watch_weights(news)
-
-    def _look_at_weights(self, step: int) -> None:
-        self._moves = self._weights.look(step, self.passes.places)
-
     def _watch_losses(self, step: int, values: Mapping[str, Any]) -> None:
         """Look for a loss that jumps or is not finite, on the first rank."""
         if self._group.rank == 0:
             self.warnings.attempt(
-                lambda: self.outbox.watch_losses(step, values),
+                lambda: self.outbox.alarms.watch_losses(step, values),
                 "losses are not watched",
                 once=True,
             )
@@ -533,9 +477,9 @@ class Monitor:
     ) -> None:
         """Measure what was captured, or start a thread that does."""
         self.planner.mark_read(source)
-        job = ReadingJob(
-            step, source, self._group, self._evaluator, rows=self._options["tokens"],
-            place=self._device, same_inputs=same_inputs, inputs=inputs, moves=self._moves,
+        job = self._jobs.reading(
+            step, source, self._group, same_inputs=same_inputs, inputs=inputs,
+            moves=self._weights.moves,
         )  # fmt: skip
         with self.warnings.guard():
             if self._begin_job(job, capture, began):
@@ -566,19 +510,16 @@ class Monitor:
 
     def _verify(self, snapshot: Snapshot) -> None:
         """Warn about views that are missing although the first snapshot should have them."""
-        if snapshot.is_empty:  # nothing to verify, and nothing to record if all ranks' are empty
-            return
-        missing = None if self._is_verified else explain_missing(snapshot, self._evaluator.views)
+        missing = self.passes.missing_views(snapshot)
         if missing is not None:
             if self._options["strict"]:
                 raise NotSeenError(missing)
             self.warnings.warn(missing)
-        self._is_verified = True
 
     def _say_what_stays_changed(self) -> None:
         """Say once in a run that an extra pass was made, whether or not it failed."""
         note = self.passes.what_stays_changed
-        if note is not None and self.warnings.is_new(f"{note.stack}: {note.kind}"):
+        if note is not None and self.warnings.is_new(note.key):
             self.warnings.warn(note.words())
             self.outbox.note([note])
 
@@ -590,70 +531,6 @@ class Monitor:
         self.outbox.publish(wait=False)
 
     # -- the run ---------------------------------------------------------------------------------
-
-    def _join_ranks(self) -> RankGroup:
-        """Return the ranks, connected if built with the same options (then a collective)."""
-        options = self._options
-        anatomy = self._parts.find_anatomy(options["blocks"])
-        blocks: list[dict[str, tuple[str, ...]]] = [{} for _ in self._parts.modules]
-        for stack in anatomy.stacks:
-            blocks[stack.part][stack.name] = tuple(block.name for block in stack.blocks)
-        place = find_place(self._parts.modules, self._parts.stages)
-        place = dataclasses.replace(place, blocks=tuple(blocks))
-        if not options["gather"]:
-            ranks = find_ranks()
-            ranks.mesh = Mesh((place,))
-            return ranks
-        schedule = options["schedule"]
-        compared = {
-            "schedule": first_steps(schedule) if callable(schedule) else None,
-            "metrics": list(options["metrics"]),
-            "probe": options["probe"] is not None,
-            **{name: options[name] for name in ("tokens", "splits", "queries", "budget", "seed")},
-        }
-        return join_ranks(place, compared, timeout=options["rank_timeout"])
-
-    def _make_planner(self) -> Planner:
-        """Make the planner for a schedule, a share of the time, or both."""
-        schedule, budget = self._options["schedule"], self._options["budget"]
-        # All ranks make a probe's passes, at the same steps.
-        agree = self._group.members == self._group.size or self._source == "inline"
-        if not agree and budget not in (AUTO, None):
-            raise ValueError(
-                "a budget needs one decision for all ranks, which is possible only if their rows "
-                "are gathered: use gather=True, or budget=None"
-            )
-        share = DEFAULT_SHARE if schedule is None and agree else None
-        share = share if budget == AUTO else budget  # type: ignore[assignment]
-        if schedule is None and share is None:
-            schedule = log_spaced()
-        if schedule is not None:
-            schedule = _guard_schedule("schedule", schedule, self.warnings)  # type: ignore[arg-type]
-        checks = self._schedule_of_checks()
-        return Planner(schedule, share, checks, self._group, self.account, source=self._source)
-
-    def _schedule_of_checks(self) -> Schedule | str | None:
-        """Return when to check; a single rank makes checks, so it must have the whole model."""
-        asked, group = self._options["checks"], self._group
-        watches = self._options["alerts"] and self._quick_evaluator.metrics
-        if self._source != "inline" or not watches or group.rank or not group.own.is_whole:
-            return None
-        return _guard_schedule("checks", asked, self.warnings) if callable(asked) else asked  # type: ignore[return-value]
-
-    def _make_record(self, directory: str | os.PathLike[str] | None) -> Record | None:
-        """Make the record on the first rank; if that fails, all ranks raise the same error."""
-        record: Record | None = None
-        failure: ValueError | None = None
-        if directory is not None and self._group.rank == 0:
-            try:
-                record = Record(directory)
-            except failures(ValueError) as error:
-                failure = error
-        with self.warnings.guard():
-            failure = self._group.broadcast(failure)
-        if failure is not None:
-            raise failure
-        return record
 
     def _begin(self, step: int) -> None:
         """Start at the first step, or go back to an earlier one, and read what the record holds."""
@@ -688,17 +565,9 @@ class Monitor:
     @property
     def _block_names(self) -> list[str]:
         """Names of the blocks of the whole model, as far as they are known."""
-        if self._parts.stages and self._group.connected:
+        if self.passes.blocks.model.stages and self._group.connected:
             return self._group.mesh.block_names()
-        return self.passes.block_names
-
-    def _in_background(self) -> bool:
-        """Whether rows are measured in the background."""
-        wanted = self._options["background"]
-        chosen = self._device.of_model != HOST if wanted is None else bool(wanted)
-        # A user's own metric may draw random numbers. Their states are restored around it, which
-        # must not happen while the training draws.
-        return chosen and not self._evaluator.has_own_metrics and not self._group.connected
+        return self.passes.blocks.names
 
 
 @contextmanager
@@ -710,45 +579,16 @@ def _unseen(charge: AbstractContextManager[None]) -> Iterator[None]:
 
 def _notes_of_run(passes: Passes, group: RankGroup, device: MeasuringDevice) -> list[Note]:
     """Return the notes that hold for every reading."""
-    notes = passes.notes()
+    notes = passes.blocks.notes()
     if (reason := group.why_not_connected) is not None:
         text = "rows are not gathered, and only the rows of rank 0 are measured: {reason}"
-        notes.append(Note("not gathered", text, numbers={"reason": reason}))
+        notes.append(Note(NoteKind.NOT_GATHERED, text, numbers={"reason": reason}))
     if not group.connected:
         notes += group.own.notes_alone()
     if (reason := device.why_host) is not None:
         text = "measured on the host: {reason}"
-        notes.append(Note("measured on the host", text, numbers={"reason": reason}))
+        notes.append(Note(NoteKind.ON_HOST, text, numbers={"reason": reason}))
     return notes
-
-
-def _guard_schedule(option: str, schedule: Schedule, warnings: Warnings) -> Schedule:
-    """Wrap a schedule so that steps where it raises are not due."""
-
-    def guarded(step: int) -> bool:
-        due: list[bool] = []
-        warnings.attempt(
-            lambda: due.append(schedule(step)),
-            f"the function passed as {option} failed: steps at which it fails are not read",
-            once=True,
-        )
-        return any(due)
-
-    return guarded
-
-
-def _settings(settings: Mapping[str, Any], before: str) -> dict[str, bool | int | float | str]:
-    """Flatten settings for the description of a run; everything but numbers becomes text."""
-    found: dict[str, bool | int | float | str] = {}
-    for name, value in settings.items():
-        path = f"{before}/{name}"
-        if isinstance(value, Mapping):
-            found |= _settings(value, path)
-        elif isinstance(value, bool | int | float) and abs(value) < 2**63:
-            found[path] = value  # the record writes NaN and infinity as text, which JSON lacks
-        else:
-            found[path] = text_of(value)[:_LONGEST]
-    return found
 
 
 # Open monitors, with the process that opened each.

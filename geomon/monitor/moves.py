@@ -13,11 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from geomon.capture.modes import unseen
-from geomon.capture.snapshot import Layer
+from geomon.capture import Layer, unseen
 from geomon.monitor.host_copy import HostCopy, copy_to_host
-from geomon.record.columns import Stacks
-from geomon.record.reading import main_stack
+from geomon.record import Stacks, main_stack
 
 # Numbers of each weight that are compared. With them the size of a block's update is known to 5 %.
 _NUMBERS = 256

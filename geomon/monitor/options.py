@@ -19,17 +19,14 @@ from typing import Annotated, Any, SupportsIndex, TypedDict, TypeVar, get_type_h
 
 from torch import nn
 
-from geomon.analysis import Phase
-from geomon.analysis.alerts import RULES, Alert, check_alerts
-from geomon.capture.snapshot import check_extra_layers
+from geomon.analysis import RULES, Alert, Phase, check_alerts
+from geomon.capture import check_extra_layers
 from geomon.metrics import METRICS, Evaluator, check_metrics
 from geomon.monitor.device import check_device
 from geomon.monitor.held_out import HeldOut, is_loader
 from geomon.monitor.probe_loss import LossFunction
 from geomon.monitor.schedule import Schedule, check_schedule
-from geomon.record import Sink
-from geomon.record.headline import HEADLINE, Detail, check_detail
-from geomon.record.tags import training_tag
+from geomon.record import HEADLINE, Detail, Sink, check_detail, training_tag
 
 # Fewest rows for estimating a dimension.
 _FEWEST_QUERIES = 3
@@ -424,7 +421,7 @@ class MonitorOptions(TypedDict, total=False):
         Sequence[str],
         Option(
             tuple(RULES),
-            "Names of the alerts to look for, as in `geomon.analysis.alerts.RULES`; () for none. "
+            "Names of the alerts to look for, as in `geomon.analysis.RULES`; () for none. "
             "An alert is a line of the record and a warning, and goes to every logger, at once.",
             _check_alerts,
             group="Alerts",

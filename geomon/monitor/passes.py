@@ -6,19 +6,25 @@ from typing import Any
 
 from torch import nn
 
-from geomon.capture import Plans, Window, derive_seed, extra_pass, extra_passes
-from geomon.capture.anatomy import Anatomy
-from geomon.capture.model_parts import ModelParts
-from geomon.capture.shards import TensorPlace
-from geomon.capture.snapshot import HOST, Snapshot
+from geomon.capture import (
+    HOST,
+    Snapshot,
+    TensorPlace,
+    Window,
+    derive_seed,
+    explain_missing,
+    extra_pass,
+    extra_passes,
+)
 from geomon.distributed import RankGroup
-from geomon.failures import ignored
 from geomon.monitor.device import MeasuringDevice
 from geomon.monitor.held_out import HeldOut
+from geomon.monitor.model_blocks import ModelBlocks
 from geomon.monitor.options import MonitorOptions
 from geomon.monitor.planner import Account
 from geomon.monitor.probe_loss import ProbeLoss
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 
 _EXTRA = (
     "an extra pass of the model was made: if the model changes anything outside of its modules (a "
@@ -30,7 +36,7 @@ class Passes:
     """Opens windows on the passes of a model, and makes extra passes.
 
     Args:
-        model: The watched model, or the parts of it that this rank has.
+        blocks: The blocks of the watched model.
         options: All options of the monitor, checked.
         views: Names of the views that metrics read.
         group: The ranks.
@@ -39,13 +45,13 @@ class Passes:
         account: Account of the time that windows and extra passes take.
         loss: Computes the loss of extra passes, or None.
 
-    Raises:
-        ValueError: If the model has no blocks.
+    Attributes:
+        blocks: The argument.
     """
 
     def __init__(
         self,
-        model: ModelParts,
+        blocks: ModelBlocks,
         options: MonitorOptions,
         *,
         views: Collection[str],
@@ -55,12 +61,9 @@ class Passes:
         account: Account,
         loss: ProbeLoss | None,
     ) -> None:
-        self._parts, self._model = model, model.root
+        self.blocks = blocks
         self._options = options
         self._group = group
-        self._anatomy, self._plans = self._find_anatomy(), Plans()
-        self._modules = tuple(self._model.modules())  # for which the anatomy was found
-        self._names = self.block_names  # when the run began
         self._views = set(views)
         self._device = device
         self._in_background = in_background
@@ -69,25 +72,12 @@ class Passes:
         self._passes_before = extra_passes()  # of this process, before the last window
         self._open: tuple[Window, int] | None = None  # the window that is open, and its step
         self._shard = TensorPlace(group.own.shard, group.own.shards)
-
-    @property
-    def block_names(self) -> list[str]:
-        """Names of the blocks, in order of depth."""
-        return [block.name for block in self._anatomy.blocks]
-
-    def places(self) -> dict[int, tuple[str, int]]:
-        """Return stack and depth of each module in a block, by the module's `id`."""
-        return {
-            id(module): (stack.name, depth)
-            for stack in self._anatomy.stacks
-            for depth, block in enumerate(stack.blocks, 1 + stack.before)
-            for module in block.module.modules()
-        }
+        self._is_verified = False  # whether the first pass was looked at for missing views
 
     @property
     def what_stays_changed(self) -> Note | None:
         """Note on a step that took an extra pass: a probe's, or one beside compiled code."""
-        return Note("extra pass", _EXTRA) if extra_passes() > self._passes_before else None
+        return Note(NoteKind.EXTRA_PASS, _EXTRA) if extra_passes() > self._passes_before else None
 
     @property
     def step(self) -> int | None:
@@ -125,6 +115,17 @@ class Passes:
             return window.snapshots(device, wait=not self._in_background)
         finally:
             window.release()
+
+    def missing_views(self, snapshot: Snapshot) -> str | None:
+        """Say what the first pass with a snapshot lacks although it should have it, or None.
+
+        In strict mode, which fails for it, the next pass counts as the first one again.
+        """
+        if self._is_verified or snapshot.is_empty:
+            return None
+        missing = explain_missing(snapshot, self._views)
+        self._is_verified = missing is None or not self._options["strict"]
+        return missing
 
     def pause(self) -> None:
         """Let the open window see nothing for a while, and leave nothing on the model.
@@ -168,26 +169,6 @@ class Passes:
             return self._run_held_out(inputs, step)
         return self._run(inputs, step, (), self._rows(), loss=self._loss)
 
-    def modules_around_blocks(self) -> tuple[nn.Module, ...]:
-        """Return the model and its modules that hold blocks; a training calls one of them."""
-        self._renew_anatomy()
-        blocks = [block.module for block in self._anatomy.blocks]
-        inside = {module for block in blocks for module in block.modules()}
-        return tuple(
-            module
-            for module in self._model.modules()
-            if module not in inside and not inside.isdisjoint(module.modules())
-        )
-
-    def notes(self) -> list[Note]:
-        """Notes on the model, for every reading."""
-        notes = self._parts.note_on_ties(self._anatomy)
-        if self.block_names == self._names:
-            return notes
-        text = "the model's blocks have changed since the run began: {now} now, {then} then"
-        numbers = {"now": len(self.block_names), "then": len(self._names)}
-        return [*notes, Note("other blocks", text, numbers=numbers)]
-
     def _run(
         self,
         inputs: Any,
@@ -202,22 +183,24 @@ class Passes:
         """Make one extra pass; in a pipeline, one over all micro-batches."""
         window = self._window(step, place, rows=rows, windows=windows)
         made = extra_pass(
-            self._model, inputs, window, around=around, loss=loss, given=self._parts.given
-        )
+            self.blocks.model.root, inputs, window, around=around, loss=loss,
+            given=self.blocks.model.given,
+        )  # fmt: skip
         if loss is not None:  # the training asked for this validation, so its time is its own
             self._account.left_out += max(0.0, made.seconds - window.seconds)
         first, *others = self.snapshots(window)
         info = replace(first.info, loss=made.loss)
         if made.left_out:
             text = "the model gets all but {left_out}, which its forward() does not take"
-            note = Note("parts of a batch", text, numbers={"left_out": made.left_out})
+            note = Note(NoteKind.PARTS_OF_BATCH, text, numbers={"left_out": made.left_out})
             info = replace(info, notes=[*info.notes, note])
         return [replace(first, info=info), *others]
 
     def _run_held_out(self, held_out: HeldOut, step: int) -> list[Snapshot]:
         """Make an extra pass over each held-out batch, taking the batches the first time."""
-        around = (self._model, *self.modules_around_blocks())
-        held_out.settle(self._model, self._group, self._rows())
+        model = self.blocks.model.root
+        around = (model, *self.blocks.modules_around())
+        held_out.settle(model, self._group, self._rows())
         shares = held_out.shares(self._group.rows_of(self._rows()))
         passes = []
         for number, (batch, rows) in enumerate(zip(held_out.batches, shares, strict=True)):
@@ -236,48 +219,20 @@ class Passes:
         windows: int = 1,
         views: Collection[str] | None = None,
     ) -> Window:
-        self._renew_anatomy()
+        self.blocks.renew()
         self._passes_before = extra_passes()
         most = self._options["max_capture_mb"]
         window = Window(
-            self._anatomy, set(views or self._views), rows=rows,
+            self.blocks.anatomy, set(views or self._views), rows=rows,
             seed=derive_seed(self._options["seed"], *place),
             max_mb=None if most is None else most / windows,
             extra_layers=self._options["extra_layers"], place=self._shard,
-            micro_batches=self._parts.micro_batches,
+            micro_batches=self.blocks.model.micro_batches,
             keep_inputs=self._options["on_alert"] is not None, charge=self._account.charge,
-            may_run_eagerly=views is None, plans=self._plans,
+            may_run_eagerly=views is None, plans=self.blocks.plans,
         )  # fmt: skip
         self._open = window, step
         return window
-
-    def _renew_anatomy(self) -> None:
-        """Find the anatomy again if modules of the model were added, removed or replaced.
-
-        Adapters are put around projections, merged and removed, and blocks are added or wrapped;
-        the old anatomy would then watch modules that the model no longer runs. If no blocks are
-        found any more, the old ones are expected, and a reading says that they did not run.
-        """
-        modules = tuple(self._model.modules())
-        if list(map(id, modules)) == list(map(id, self._modules)):
-            return
-        self._modules = modules
-        with ignored(ValueError):
-            self._anatomy, self._plans = self._find_anatomy(), Plans()
-
-    def _find_anatomy(self) -> Anatomy:
-        """Find the blocks and their places in the whole model."""
-        anatomy = self._parts.find_anatomy(self._options["blocks"])
-        mesh, own = self._group.mesh, self._group.own
-        stacks = []
-        for stack in anatomy.stacks:
-            stage = own.stages[stack.part]
-            blocks = stack.blocks
-            if mesh.names_clash(stack.name):
-                blocks = tuple(replace(x, name=f"stage_{stage}.{x.name}") for x in blocks)
-            before, behind = mesh.blocks_around(stage, stack.name)
-            stacks.append(replace(stack, blocks=blocks, before=before, behind=behind))
-        return replace(anatomy, stacks=tuple(stacks))
 
     def _place(self) -> tuple[int, ...]:
         """Return what this rank's sampling depends on; the first samples as one process does."""

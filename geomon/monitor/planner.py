@@ -29,6 +29,42 @@ class Due(enum.Enum):
     READING = 2
 
 
+class _ScheduledReadings:
+    """Readings that a schedule asks for; one that is not made at its step is owed.
+
+    Args:
+        schedule: Function from a step to whether a reading is due; step 0 always is.
+        is_limited: Whether a share of the time puts readings off.
+    """
+
+    def __init__(self, schedule: Schedule, *, is_limited: bool) -> None:
+        self._schedule, self._is_limited = schedule, is_limited
+        self._is_owed, self._replaced = False, 0
+
+    @property
+    def left_out(self) -> int:
+        """Number of readings that were due and have not been made, if a share limits them."""
+        return self._replaced + (self._is_limited and self._is_owed)
+
+    def settle(self) -> None:
+        """Owe no reading any more, because one is made or the run begins anew."""
+        self._is_owed = False
+
+    def asks(self, before: int | None, step: int, *, may_make_up: bool) -> bool:
+        """Return whether a reading is to be made at a step, given the training's last step.
+
+        If readings are limited, one that is owed is made up for only if it may be now.
+        """
+        jumped = range(max(before + 1, step - _MOST_JUMPED), step) if before is not None else ()
+        self._is_owed = was_owed = self._is_owed or any(map(self._schedule, jumped))
+        is_scheduled = step == 0 or self._schedule(step)
+        if not self._is_limited:
+            return is_scheduled or was_owed
+        self._replaced += is_scheduled and was_owed
+        self._is_owed = was_owed or is_scheduled
+        return is_scheduled or (was_owed and may_make_up)
+
+
 class Planner:
     """Decides at each step whether to make a reading, a check or nothing.
 
@@ -55,6 +91,7 @@ class Planner:
 
     Attributes:
         step: The training's last step; None before the first.
+        source: The argument.
         checks: Decides which steps are checked.
         purse: What the share pays for; it knows the end of the run, and the readings made.
         is_planned: Whether the present step is to be read.
@@ -70,21 +107,27 @@ class Planner:
         *,
         source: str,
     ) -> None:
-        self._schedule, self._share, self._source = schedule, share, source
+        self._share, self.source = share, source
+        self._scheduled = (
+            None if schedule is None else _ScheduledReadings(schedule, is_limited=share is not None)
+        )
         self._group, self._account = group, account
-        self._fills = schedule is None and share is not None
         self.checks = Checks(checks, account)
         self.purse = Purse(share or DEFAULT_SHARE, account, self.checks)
         self.step: int | None = None
-        self._first = self._ask = 0  # first step of this start, and the next one to decide at
+        self._ask = 0  # next step to decide at
         self._read_here: set[str] = set()  # sources that have a reading of this step
-        self._left_out = 0
-        self._is_owed = self._is_urgent = self._is_explained = self.is_planned = False
+        self._is_urgent = self.is_planned = False
 
     @property
     def left_out(self) -> int:
         """Number of readings that were due but that the share did not allow."""
-        return self._left_out + (self._share is not None and self._is_owed)
+        return 0 if self._scheduled is None else self._scheduled.left_out
+
+    @property
+    def _fills(self) -> bool:
+        """Whether readings fill the share, without a schedule."""
+        return self._scheduled is None and self._share is not None
 
     def begin(self, step: int, earlier: int) -> None:
         """Begin at the first step of this start of the run, or anew at one that it goes back to.
@@ -93,7 +136,9 @@ class Planner:
             step: The step.
             earlier: Number of readings before, on the branch that continues here.
         """
-        self.step, self._first, self._ask, self._is_owed = None, step, step, False
+        self.step, self._ask = None, step
+        if self._scheduled is not None:
+            self._scheduled.settle()
         self.purse.begin(step, earlier)
 
     def advance(self, step: int, *, busy: bool = False) -> None:
@@ -115,8 +160,7 @@ class Planner:
         self._account.step(measuring=busy)
         self._read_here.clear()
         self.is_planned = False  # stays so if a schedule raises
-        if before == self._first:
-            self.purse.time_from(step)
+        self.purse.follow(before, step)
         self.checks.decide(step, busy=busy)
         self.is_planned = self._decide(before, step, busy=busy)
 
@@ -129,7 +173,7 @@ class Planner:
         """
         if source in self._read_here:
             return Due.NOTHING
-        if force or (self.is_planned and source == self._source):
+        if force or (self.is_planned and source == self.source):
             return Due.READING
         return Due.CHECK if self.checks.is_due and source == "inline" else Due.NOTHING
 
@@ -141,8 +185,10 @@ class Planner:
         """
         self._read_here.add(source)
         self.purse.mark_read()
-        if source == self._source:
-            self._is_owed = self._is_urgent = False
+        if source == self.source:
+            self._is_urgent = False
+            if self._scheduled is not None:
+                self._scheduled.settle()
             self.purse.last_read = self.step or 0
 
     def owe(self) -> None:
@@ -154,18 +200,19 @@ class Planner:
 
     def explain_few(self) -> Note | None:
         """Return a note if the share pays for few readings, once and as soon as costs are known."""
-        if self._is_explained or not self._fills or self.purse.made < 2 or self.step is None:
+        if not self._fills or self.step is None:
             return None
-        self._is_explained = True
         return self.purse.explain_few(self.step)
 
     def _decide(self, before: int | None, step: int, *, busy: bool) -> bool:
         """Return whether a reading is made at a step; a collective if it must fit the share."""
         is_alone = not self._group.connected
         is_urgent = self._is_urgent and is_alone
-        asks = step >= self._ask if self._schedule is None else self._is_asked(before, step)
-        if self._schedule is not None and self._share is None:
-            return asks or is_urgent
+        asks = may_ask = step >= self._ask
+        if self._scheduled is not None:
+            asks = self._scheduled.asks(before, step, may_make_up=may_ask)
+            if self._share is None:
+                return asks or is_urgent
         if not (asks or is_urgent) or (busy and is_alone):
             return False
         is_made = self._is_urgent or self.purse.pays(step, spread=self._fills)
@@ -173,18 +220,6 @@ class Planner:
         own = is_made, ask if end is None or end <= step else min(ask, end)
         is_made, self._ask = own if is_alone else self._group.meet(step, own)[0]
         return is_made
-
-    def _is_asked(self, before: int | None, step: int) -> bool:
-        """Return whether the schedule asks for a reading at a step, or is owed one."""
-        assert self._schedule is not None
-        jumped = range(max(before + 1, step - _MOST_JUMPED), step) if before is not None else ()
-        self._is_owed = was_owed = self._is_owed or any(map(self._schedule, jumped))
-        is_scheduled = step == 0 or self._schedule(step)
-        if self._share is None:
-            return is_scheduled or was_owed
-        self._left_out += is_scheduled and was_owed
-        self._is_owed = was_owed or is_scheduled
-        return is_scheduled or (was_owed and step >= self._ask)
 
 
 __all__ = ["DEFAULT_SHARE", "Account", "Due", "Planner"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from geomon.capture.snapshot import MeanLoss
+from geomon.capture import MeanLoss
 from geomon.monitor.logged import copy_number
 from geomon.monitor.warnings import Warnings
 

@@ -7,6 +7,7 @@ import statistics
 from geomon.monitor.account import Account
 from geomon.monitor.schedule import Schedule
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 
 # Share of the time that checks take beside a schedule of readings.
 CHECK_SHARE = 0.01
@@ -87,6 +88,34 @@ class Checks:
         self.schedule, self.is_due = None, False
 
 
+class _StepTime:
+    """Seconds of a step of training, since the second step of a start; the first one may compile.
+
+    Args:
+        account: Account of the time.
+    """
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+
+    def begin(self, step: int) -> None:
+        """Begin at a step."""
+        self._first = step
+        self._take(step)
+
+    def follow(self, before: int | None, step: int) -> None:
+        """Move from a step to a later one."""
+        if before == self._first:
+            self._take(step)
+
+    def at(self, step: int) -> float:
+        """Return the mean seconds of the steps so far."""
+        return max(self._account.trained - self._trained, 1e-9) / max(step - self._since, 1)
+
+    def _take(self, step: int) -> None:
+        self._since, self._trained = step, self._account.trained
+
+
 class Purse:
     """Spreads what is left of a share of the time over the steps that remain.
 
@@ -106,16 +135,18 @@ class Purse:
         self.end: int | None = None
         self.made = 0
         self._before: list[float] = []  # seconds of all readings before each
+        self._step_time = _StepTime(account)
+        self._is_explained = False
 
     def begin(self, step: int, earlier: int) -> None:
         """Begin at a step, after readings of earlier starts; a late beginning is read densely."""
         self._earlier = earlier
         self._origin = self.last_read = 0 if earlier else step
-        self.time_from(step)
+        self._step_time.begin(step)
 
-    def time_from(self, step: int) -> None:
-        """Take the time of a step from here on; the first one may compile."""
-        self._since, self._trained = step, self._account.trained
+    def follow(self, before: int | None, step: int) -> None:
+        """Move from the training's last step to the present one."""
+        self._step_time.follow(before, step)
 
     def mark_read(self) -> None:
         """Record that a reading is being made."""
@@ -139,7 +170,10 @@ class Purse:
         return (self._way(step, end) - done) * (count + 1) >= 1 - done
 
     def explain_few(self, step: int) -> Note | None:
-        """Return a note if the run can have only few readings."""
+        """Return a note if the run can have only few readings, once costs are known."""
+        if self._is_explained or self.made < 2:
+            return None
+        self._is_explained = True
         end = self._origin + _SHORT if self.end is None else max(self.end, step)
         seconds, made = self._seconds(step, end), self._earlier + self.made
         later = max(math.floor(self._affordable(step, end)), 0) + (self.end is not None)
@@ -150,13 +184,13 @@ class Purse:
         wanted = self._account.spent + (_FEW - made) * self._cost
         wanted /= 1 - self._share_of_checks(seconds) / self._share
         return Note(
-            "few readings",
+            NoteKind.FEW_READINGS,
             "this run can have only {readings} readings until step {end}, {share} of the time, "
             "because a reading takes as long as {cost} steps: budget='{needed}' pays for {enough}, "
             "schedule= sets their steps, and fewer metrics= or tokens= make them cheaper",
             numbers={
                 "readings": made + later, "end": f"{end:,}", "enough": _FEW,
-                "cost": f"{self._cost / self._step_time(step):.2g}",
+                "cost": f"{self._cost / self._step_time.at(step):.2g}",
                 "share": f"{max(least / (training + least), self._share):.0%}",
                 "needed": f"{wanted / (training + wanted) + 0.005:.0%}",
             },
@@ -171,20 +205,16 @@ class Purse:
             costs[0] /= _FIRST_COST
         return max(statistics.median(costs or [0.0]), 1e-9)
 
-    def _step_time(self, step: int) -> float:
-        """Seconds of a step of training."""
-        return max(self._account.trained - self._trained, 1e-9) / max(step - self._since, 1)
-
     def _end(self, step: int) -> int:
         """Return the last step of the run, or one that is planned for if it is unknown."""
         if self.end is not None and self.end >= step:
             return self.end
-        fitting = min(_FITTING * self._cost / (self._share * self._step_time(step)), _SHORT)
+        fitting = min(_FITTING * self._cost / (self._share * self._step_time.at(step)), _SHORT)
         return self._origin + round(max(fitting, _AHEAD * (step - self._origin), 1))
 
     def _seconds(self, step: int, end: int) -> float:
         """Seconds of the whole run until its end, as expected at a step."""
-        return (self._account.trained + (end - step) * self._step_time(step)) / (1 - self._share)
+        return (self._account.trained + (end - step) * self._step_time.at(step)) / (1 - self._share)
 
     def _share_of_checks(self, seconds: float) -> float:
         """Share of the time that checks take in a run of some seconds."""

@@ -21,9 +21,7 @@ from geomon.monitor.options import (
     check_callback_options,
     declared,
 )
-from geomon.record import Sink
-from geomon.record.printable import printable, text_of
-from geomon.record.tags import LOSS
+from geomon.record import LOSS, Sink, printable, text_of
 
 # Function of the keyword arguments of the model's call, and of its output.
 Seen = Callable[[Mapping[str, Any], Any], object]
@@ -85,7 +83,7 @@ class CallbackSession:
         given = self.options
         probed = f"probe={text_of(given['probe'])}" if self.probes else "the training forward"
         parts = [
-            f"{len(given['metrics'])} metric" + "s" * (len(given["metrics"]) != 1),
+            f"{len(given['metrics'])} metric{'' if len(given['metrics']) == 1 else 's'}",
             f"schedule={text_of(given['schedule'])}",
             f"{given['tokens']:,} tokens",
             probed if len(probed) < 80 else f"probe={type(given['probe']).__name__}",
@@ -174,7 +172,7 @@ class CallbackSession:
 
         with self.monitor.charge():
             self._first_call = _SeenCall(
-                self.monitor.passes.modules_around_blocks(),
+                self.monitor.passes.blocks.modules_around(),
                 before=lambda: self._open_or_proceed(step, force=force),
                 after=self.close,
                 between=self.monitor.passes.pause,

@@ -11,8 +11,7 @@ from typing import Any
 
 from geomon.failures import ignored
 from geomon.monitor.warnings import Warnings
-from geomon.record import RaisedAlert, Reading, Sink
-from geomon.record.sinks import AlertSink, DescribedSink, parts_of
+from geomon.record import AlertSink, DescribedSink, RaisedAlert, Reading, Sink, parts_of
 
 # A sink that fails at this many readings in a row is left out.
 _MOST_FAILURES = 5

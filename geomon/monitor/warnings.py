@@ -8,7 +8,7 @@ from typing import Any
 
 from geomon.distributed import RankFailedError, RankGroup, RanksLostError
 from geomon.failures import failures, ignored
-from geomon.record.printable import printable
+from geomon.record import printable
 
 log = logging.getLogger("geomon")
 

@@ -23,14 +23,15 @@ from typing import IO, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from geomon.capture.snapshot import HOST
+from geomon.capture import HOST
 from geomon.failures import failures
-from geomon.monitor import worker_program
 
 _Result = TypeVar("_Result")
 
 # Folder from which geomon is imported.
 _FOLDER = str(Path(__file__).parents[2])
+# The program of the process, which imports this module.
+PROGRAM = str(Path(__file__).with_name("worker_program.py"))
 # Tensors begin at multiples of this many bytes, as in memory that torch allocates.
 _ALIGNED = 64
 # Threads wait for one another without spinning, unless the user says so: where cores are busy, a
@@ -136,7 +137,7 @@ def _start() -> _Running:
         folders = [os.path.abspath(folder) for folder in (*sys.path, _FOLDER)]
         process = subprocess.Popen(
             [
-                python, *options, "-P", "-W", "ignore", worker_program.__file__,
+                python, *options, "-P", "-W", "ignore", PROGRAM,
                 *map(str, numbers), *folders,
             ],
             pass_fds=numbers[:2], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,

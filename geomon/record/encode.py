@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from geomon.failures import failures
-from geomon.record.printable import text_of
+from geomon.record.safe_text import text_of
 
 _MOST = 2**63  # some JSON readers reject integers from here on
 

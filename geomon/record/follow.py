@@ -41,6 +41,87 @@ _KINDS: dict[bytes, msgspec.json.Decoder[Any]] = {
 }
 
 
+class _Content:
+    """What the lines of a record say: the starts of the run, and its branches.
+
+    Attributes:
+        runs: Descriptions of the starts.
+        new: Readings and alerts of the present branch since the last look.
+        mixed_at: Number of the first line of another run that writes too, or None.
+    """
+
+    def __init__(self) -> None:
+        self.runs: list[dict[str, Any]] = []
+        self.new: list[Reading | RaisedAlert] = []
+        self.mixed_at: int | None = None
+        self._branch: list[Reading | RaisedAlert] = []
+        self._abandoned: list[Reading] = []
+        self._last: dict[str, int] = {}  # last step of the present run, by source
+
+    def readings(self, folder: ArrayFolder | None) -> Readings:
+        """Return the readings and alerts of the present branch, and the abandoned readings."""
+        readings = [each for each in self._branch if isinstance(each, Reading)]
+        raised = [each for each in self._branch if isinstance(each, RaisedAlert)]
+        return Readings([*self.runs], readings, self.mixed_at, folder, raised, [*self._abandoned])
+
+    def rewind(self, step: int) -> None:
+        """Give up the branch from a step on."""
+        self._abandoned += [
+            each for each in self._branch if each.step >= step and isinstance(each, Reading)
+        ]
+        self._branch = [each for each in self._branch if each.step < step]
+        self.new = [each for each in self.new if each.step < step]
+
+    def add(self, content: Reading | RaisedAlert | dict[str, Any], line: int) -> None:
+        """Add what a line says, given the line's number."""
+        if isinstance(content, dict):
+            self._last.clear()
+            self.runs.append(content)
+            if "rewound_to" in content:  # an older record has no such line
+                self.rewind(content["rewound_to"])
+            return
+        if isinstance(content, Reading):
+            # One run writes ascending steps. If a step comes again although no line says that a run
+            # has begun, another run is writing too.
+            if content.step <= self._last.get(content.source, -math.inf) and self.mixed_at is None:
+                self.mixed_at = line
+            self._last[content.source] = content.step
+        self._branch.append(content)
+        self.new.append(content)
+
+    @property
+    def version(self) -> str:
+        """Version of geomon that wrote the last start of the run; "" if unknown."""
+        return str(self.runs[-1].get("geomon", "")) if self.runs else ""
+
+
+class _ReadLines:
+    """The lines of a file that were read, to go on behind them.
+
+    Attributes:
+        count: Number of lines.
+        size: Their size in bytes.
+    """
+
+    def __init__(self) -> None:
+        self.count = self.size = 0
+        # First and last line: two runs differ in their times and numbers.
+        self._first = self._last = b""
+
+    def add(self, line: bytes) -> None:
+        """Add the next line."""
+        self.size += len(line)
+        self.count += 1
+        self._first, self._last = self._first or line, line
+
+    def are_in(self, file: BinaryIO) -> bool:
+        """Return whether the first and the last line are in their places in an open file."""
+        if file.read(len(self._first)) != self._first:
+            return False
+        file.seek(self.size - len(self._last))
+        return file.read(len(self._last)) == self._last
+
+
 class Follower:
     """Reader of a growing record, up to hundreds of MB; each look continues after the last one.
 
@@ -66,24 +147,13 @@ class Follower:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._runs: list[dict[str, Any]] = []
-        self._branch: list[Reading | RaisedAlert] = []
-        self._new: list[Reading | RaisedAlert] = []  # of the branch, since the last look
-        self._abandoned: list[Reading] = []
-        self._offset = self._lines = 0
-        self._mixed_at: int | None = None
-        self._last: dict[str, int] = {}  # last step of the present run, by source
+        self._content, self._lines = _Content(), _ReadLines()
         self._state: tuple[int, int, int] | None = None  # state of the file at the last look
-        # First and last line that were read: two runs differ in their times and numbers.
-        self._head = self._tail = b""
         self._torn = b""
 
     def readings(self) -> Readings:
         """Return the readings and alerts of the present branch, and the abandoned readings."""
-        readings = [each for each in self._branch if isinstance(each, Reading)]
-        raised = [each for each in self._branch if isinstance(each, RaisedAlert)]
-        folder = ArrayFolder.of_record(self.path)
-        return Readings([*self._runs], readings, self._mixed_at, folder, raised, [*self._abandoned])
+        return self._content.readings(ArrayFolder.of_record(self.path))
 
     def writer(self) -> str | None:
         """Name the process that writes the record; "" if it was killed, None if there is none."""
@@ -95,11 +165,7 @@ class Follower:
         Args:
             step: First step that is trained again.
         """
-        self._abandoned += [
-            each for each in self._branch if each.step >= step and isinstance(each, Reading)
-        ]
-        self._branch = [each for each in self._branch if each.step < step]
-        self._new = [each for each in self._new if each.step < step]
+        self._content.rewind(step)
 
     def look(self) -> list[Reading | RaisedAlert]:
         """Read what was written since the last call.
@@ -114,7 +180,7 @@ class Follower:
         Raises:
             ValueError: If the file is not a record.
         """
-        self._new = []
+        self._content.new = []
         if self._searches and not self._state and not self.path.exists():
             self.path = next(iter(_records_below(self.path.parent)), self.path)
         try:
@@ -128,9 +194,9 @@ class Follower:
             return []
         try:
             with self.path.open("rb") as file:
-                if not self._goes_on(file):
+                if not self._lines.are_in(file):
                     self._begin_anew()
-                file.seek(self._offset)
+                file.seek(self._lines.size)
                 # One line at a time, because a long record may not fit into memory.
                 while (line := file.readline(MAX_LINE)).endswith(b"\n") or len(line) == MAX_LINE:
                     self._take(line)
@@ -140,7 +206,7 @@ class Follower:
             self._state = state  # do not read the file again before it has changed
             raise
         self._state = state
-        return self._new
+        return self._content.new
 
     def _take(self, line: bytes) -> None:
         """Process the next line, or as much of it as a line may have."""
@@ -152,51 +218,26 @@ class Follower:
             if not self._is_of_newer_kind(line):
                 raise self._is_no_line(error) from error
             content = None
-        self._offset += len(line)
-        self._lines += 1
-        self._head, self._tail = self._head or line, line
-        if isinstance(content, Reading):
-            # One run writes ascending steps. If a step comes again although no line says that a run
-            # has begun, another run is writing too.
-            if content.step <= self._last.get(content.source, -math.inf) and self._mixed_at is None:
-                self._mixed_at = self._lines
-            self._last[content.source] = content.step
-        if isinstance(content, dict):
-            self._last.clear()
-            self._runs.append(content)
-            if "rewound_to" in content:  # an older record has no such line
-                self.rewind(content["rewound_to"])
-        elif content is not None:
-            self._branch.append(content)
-            self._new.append(content)
+        self._lines.add(line)
+        if content is not None:
+            self._content.add(content, self._lines.count)
 
     def _is_of_newer_kind(self, line: bytes) -> bool:
         """Whether a newer geomon wrote this record, with a kind of line unknown here."""
         is_known = line.startswith(tuple(_KINDS))
-        return line.startswith(b'{"') and not is_known and is_newer(self._version)
-
-    @property
-    def _version(self) -> str:
-        """Version of geomon that wrote the last start of the run; "" if unknown."""
-        return str(self._runs[-1].get("geomon", "")) if self._runs else ""
+        return line.startswith(b'{"') and not is_known and is_newer(self._content.version)
 
     def _is_no_line(self, why: object) -> ValueError:
+        version = self._content.version
         advice = f"expected a line from geomon {__version__}"
-        if is_newer(self._version):
-            advice = f"the newer geomon {self._version} wrote it, so upgrade geomon"
-        elif self._version:
-            advice = f"geomon {self._version} wrote it, perhaps before lines changed: read it there"
+        if is_newer(version):
+            advice = f"the newer geomon {version} wrote it, so upgrade geomon"
+        elif version:
+            advice = f"geomon {version} wrote it, perhaps before lines changed: read it there"
         return ValueError(
-            f"line {self._lines + 1} of {self.path} is not a line of a record ({why}): {advice}, "
-            "or move the file away"
+            f"line {self._lines.count + 1} of {self.path} is not a line of a record ({why}): "
+            f"{advice}, or move the file away"
         )
-
-    def _goes_on(self, file: BinaryIO) -> bool:
-        """Return whether the first and last line read are still in their places."""
-        if file.read(len(self._head)) != self._head:
-            return False
-        file.seek(self._offset - len(self._tail))
-        return file.read(len(self._tail)) == self._tail
 
     def check_writable(self) -> None:
         """Raise unless the file, as of the last look, is a record that can be continued.

@@ -22,7 +22,7 @@ from typing import Any
 
 from geomon.failures import failures, ignored
 from geomon.record.paths import check_regular
-from geomon.record.printable import printable
+from geomon.record.safe_text import printable
 
 if sys.platform == "win32":
     fcntl: Any = None

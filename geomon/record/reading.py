@@ -33,7 +33,7 @@ from geomon.record.columns import (
     texts_of,
 )
 from geomon.record.encode import encode_line
-from geomon.record.printable import printable, text_of
+from geomon.record.safe_text import printable, text_of
 from geomon.record.versions import is_newer
 from geomon.version import __version__
 
@@ -109,7 +109,8 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
             raise ValueError("expected a step from 0, and a time and seconds that are finite")
 
     def __repr__(self) -> str:
-        notes = f", {len(self.notes)} note{'s' * (len(self.notes) != 1)}" if self.notes else ""
+        count = len(self.notes)
+        notes = f", {count} note{'' if count == 1 else 's'}" if count else ""
         return f"Reading(step {self.step:,}, {self.source}, {len(self.values):,} values{notes})"
 
     @functools.cached_property
@@ -365,7 +366,7 @@ class Readings:
             return "Readings(none yet)"
         steps = [reading.step for reading in self]
         model = f"{self.runs[-1]['model']}, " if self.runs and "model" in self.runs[-1] else ""
-        count = f"{len(self):,} reading{'s' * (len(self) != 1)}"
+        count = f"{len(self):,} reading{'' if len(self) == 1 else 's'}"
         tags_of_all = f"{len(self.tags()):,} tags"
         return printable(
             f"Readings({model}{count}, steps {min(steps):,} to {max(steps):,}, {tags_of_all})"
@@ -407,8 +408,8 @@ class Readings:
         remarks = [words for _, words in self.breaks]
         if left_out := self.readings[-1].left_out if self.readings else 0:
             remarks.append(
-                f"The budget left out {left_out:,} reading{'s' * (left_out > 1)} that were due: a "
-                "larger budget= makes more of them."
+                f"The budget left out {left_out:,} reading{'' if left_out == 1 else 's'} that were "
+                "due: a larger budget= makes more of them."
             )
         if self.mixed_at is not None:
             remarks.append(

@@ -7,28 +7,48 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from geomon.show.figures import geometry_figure, save
+    from geomon.show.commands import add_commands, exit_on_bad_input
+    from geomon.show.figures import draw, geometry_figure, save
+    from geomon.show.loggers import BoardPages, Logger, MLflow, TensorBoard, Trackio, WandB
     from geomon.show.loggers.parts import Pictures
     from geomon.show.tables import Printer, run_table
     from geomon.show.terminal import view
 
-__all__ = [
-    "Pictures",
-    "Printer",
-    "geometry_figure",
-    "run_table",
-    "save",
-    "view",
-]
-
 _MODULES = {
+    "BoardPages": "loggers",
+    "Logger": "loggers",
+    "MLflow": "loggers",
     "Pictures": "loggers.parts",
     "Printer": "tables",
+    "TensorBoard": "loggers",
+    "Trackio": "loggers",
+    "WandB": "loggers",
+    "add_commands": "commands",
+    "draw": "figures",
+    "exit_on_bad_input": "commands",
     "geometry_figure": "figures",
     "run_table": "tables",
     "save": "figures",
     "view": "terminal",
 }
+
+__all__ = [
+    "BoardPages",
+    "Logger",
+    "MLflow",
+    "Pictures",
+    "Printer",
+    "TensorBoard",
+    "Trackio",
+    "WandB",
+    "add_commands",
+    "draw",
+    "exit_on_bad_input",
+    "geometry_figure",
+    "run_table",
+    "save",
+    "view",
+]
 
 
 def __getattr__(name: str) -> Any:

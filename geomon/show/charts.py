@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from geomon.advice import to_install
-from geomon.record import Readings
-from geomon.record.printable import printable
+from geomon.record import Readings, printable
 from geomon.show.collect import cards_of
 from geomon.show.colours import GREY, NOTHING, PURPLE, SIGNED, UNSIGNED, faded
-from geomon.show.panels import AXES, Lines, Matrix, StepAxis
+from geomon.show.panels import AXES, Line, Lines, Matrix, StepAxis
 
 try:
     import plotly.graph_objects as go
@@ -43,9 +42,9 @@ def charts_of(readings: Readings, metrics: Iterable[str] = ()) -> dict[str, go.F
     for name, panel in cards_of(readings, metrics):
         chart = draw(panel)
         if isinstance(panel, Lines):  # W&B shows no title for a chart
-            mean = ", mean over layers" * (panel.over == "step")
-            words = panel.label + mean + " (band: 95 % interval)" * panel.has_bands
-            title = {"text": _plain(words), "font": {"size": 13}, "x": 0.02}
+            mean = ", mean over layers" if panel.over == "step" else ""
+            bands = " (band: 95 % interval)" if panel.has_bands else ""
+            title = {"text": _plain(panel.label + mean + bands), "font": {"size": 13}, "x": 0.02}
             chart.update_layout(title=title, margin={"t": 40}, legend=_NAMES_BELOW)
         charts[re.sub(r"\W+", "_", name)] = chart
     return charts
@@ -125,31 +124,48 @@ def _draw_lines(panel: Lines) -> go.Figure:
     chart = go.Figure(layout=_LAYOUT)
     axis = panel.axis
     x_axis = _number_axis(panel.over) if axis is None else _step_axis(axis, "dashed")
-    names = 0
     for number, line in enumerate(panel.lines):
-        name = f"{panel.named_by} {line.name}".strip()
-        names += bool(name)
-        group = name or str(number)
-        for place, piece in enumerate([line] if axis is None else axis.pieces(line)):
-            at = piece.x if axis is None else axis.places(piece.x)
-            opacity = 0.07 if piece.dash == "dash" else 0.18
-            if piece.low:
-                chart.add_scatter(
-                    x=[*at, *reversed(at)], y=_shown([*piece.high, *reversed(piece.low)]),
-                    mode="none", fill="toself", fillcolor=faded(line.colour, opacity),
-                    hoverinfo="skip", showlegend=False, legendgroup=group,
-                )  # fmt: skip
+        _add_line(chart, panel, line, number)
+    _add_marks(chart, panel)
+    if panel.remark:
+        x_axis["title"]["text"] += f"<br>{_plain(panel.remark)}"
+    names = sum(bool(_name_of(panel, line)) for line in panel.lines)
+    chart.update_layout(xaxis=x_axis, yaxis=_value_axis(panel), showlegend=1 < names <= _MOST_NAMES)
+    return chart
+
+
+def _name_of(panel: Lines, line: Line) -> str:
+    return f"{panel.named_by} {line.name}".strip()
+
+
+def _add_line(chart: go.Figure, panel: Lines, line: Line, number: int) -> None:
+    """Draw a line in pieces, each with its band, that the legend shows and hides together."""
+    axis, name = panel.axis, _name_of(panel, line)
+    group = name or str(number)
+    for place, piece in enumerate([line] if axis is None else axis.pieces(line)):
+        at = piece.x if axis is None else axis.places(piece.x)
+        opacity = 0.07 if piece.dash == "dash" else 0.18
+        if piece.low:
             chart.add_scatter(
-                x=at, y=_shown(piece.y), customdata=piece.x, name=_plain(name),
-                legendgroup=group, showlegend=bool(name) and not place,
-                mode="lines+markers" if piece.dot else "lines",
-                line={"color": line.colour, "width": line.width, "dash": piece.dash},
-                marker={"size": 1.5 * piece.dot},
-                hovertemplate=f"{panel.over} %{{customdata:,d}}: %{{y:.4g}}",
+                x=[*at, *reversed(at)], y=_shown([*piece.high, *reversed(piece.low)]),
+                mode="none", fill="toself", fillcolor=faded(line.colour, opacity),
+                hoverinfo="skip", showlegend=False, legendgroup=group,
             )  # fmt: skip
-    if axis is not None:
+        chart.add_scatter(
+            x=at, y=_shown(piece.y), customdata=piece.x, name=_plain(name),
+            legendgroup=group, showlegend=bool(name) and not place,
+            mode="lines+markers" if piece.dot else "lines",
+            line={"color": line.colour, "width": line.width, "dash": piece.dash},
+            marker={"size": 1.5 * piece.dot},
+            hovertemplate=f"{panel.over} %{{customdata:,d}}: %{{y:.4g}}",
+        )  # fmt: skip
+
+
+def _add_marks(chart: go.Figure, panel: Lines) -> None:
+    """Mark alerts, the null and the healthy range of a panel."""
+    if panel.axis is not None:
         for step, words in panel.alerts:
-            _mark(chart, "x", axis.places([step])[0], words, PURPLE, is_logarithmic=True)
+            _mark(chart, "x", panel.axis.places([step])[0], words, PURPLE, is_logarithmic=True)
     if panel.null_inside is not None:
         _mark(chart, "y", *panel.null_inside, GREY, is_logarithmic=panel.is_logarithmic)
     if panel.usual is not None:
@@ -159,10 +175,6 @@ def _draw_lines(panel: Lines) -> go.Figure:
             x=0.004, xref="paper", xanchor="left", yanchor="bottom", borderpad=0,
             y=math.log10(low) if panel.is_logarithmic else low, **_small(words, GREY),
         )  # fmt: skip
-    if panel.remark:
-        x_axis["title"]["text"] += f"<br>{_plain(panel.remark)}"
-    chart.update_layout(xaxis=x_axis, yaxis=_value_axis(panel), showlegend=1 < names <= _MOST_NAMES)
-    return chart
 
 
 def _mark(

@@ -6,13 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from geomon.analysis import Curve, curve_of, null_of, single_source
-from geomon.analysis.curves import plain_curve
-from geomon.analysis.profile import is_far_above, layers_of
-from geomon.analysis.quantities import logged, loss_unit
-from geomon.record import Reading, Readings, tags
-from geomon.record.columns import NAN, Column
-from geomon.record.headline import chart_title, shortened
+from geomon.analysis import (
+    Curve,
+    curve_of,
+    is_far_above,
+    layers_of,
+    logged,
+    loss_unit,
+    null_of,
+    plain_curve,
+    single_source,
+)
+from geomon.record import NAN, Column, Reading, Readings, chart_title, shortened, tags
 from geomon.show.colours import BLACK, BLUE, GREEN, LAYERS, STEPS, VERMILLION, ramp
 from geomon.show.panels import BREAK, Floats, Line, Lines, Matrix, spread_items, spread_steps
 

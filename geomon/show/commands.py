@@ -7,8 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from geomon.record import FILE_NAME, Readings, read
-from geomon.record.printable import printable
+from geomon.record import FILE_NAME, Readings, printable, read
 from geomon.show.settings import describe_settings, name_runs
 from geomon.show.tables import fit, run_table, write_text
 
@@ -143,7 +142,7 @@ def add_commands(app: "typer.Typer") -> None:
         stack: Annotated[str | None, one_stack] = None,
     ) -> None:
         """List the values where two runs differ by more than their errors, or draw them."""
-        from geomon.analysis.compare import compare as find_differences
+        from geomon.analysis import compare as find_differences
         from geomon.show.comparison import describe_differences, parse_steps
 
         one, other = _load([first, second], stack)
@@ -168,7 +167,7 @@ def add_commands(app: "typer.Typer") -> None:
         out: Annotated[Path, typer.Option("--out", "-o", help="Output file: .csv or .parquet.")],
     ) -> None:
         """Write all values of a run to a table with one row per value: CSV or Parquet."""
-        from geomon.record.export import export as write
+        from geomon.record import export as write
 
         readings = _read(directory)
         _say_remarks(directory, readings)
@@ -182,7 +181,7 @@ def add_commands(app: "typer.Typer") -> None:
         name: Annotated[str | None, typer.Argument(help="A single alert.", metavar="NAME")] = None,
     ) -> None:
         """Explain what each alert detects, what to do about it, and how often it is false."""
-        from geomon.analysis.alerts import RULES, check_alerts
+        from geomon.analysis import RULES, check_alerts
 
         check_alerts(() if name is None else (name,))
         for each in RULES if name is None else (name,):
@@ -196,7 +195,7 @@ def add_commands(app: "typer.Typer") -> None:
     ) -> None:
         """Summarise a run: a table of its headline values, alerts, its cost and all notes."""
         readings = _read(directory).of_stack(stack)
-        notes = {(note.stack, note.kind): note for each in readings for note in each.notes}
+        notes = {note.key: note for each in readings for note in each.notes}
         words = [f"note: {note.words()}" for note in notes.values() if not note.is_alert]
         write_text("\n".join([run_table(readings), *map(fit, map(printable, words))]))
 

@@ -3,8 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from geomon.analysis.compare import Difference
-from geomon.analysis.numbers import significant
+from geomon.analysis import Difference, significant
 from geomon.record import Readings
 
 # Largest number of layers and heads that are listed, farthest beyond their errors first.
@@ -43,27 +42,47 @@ def describe_differences(
           twonn/mean: 5 -> 6, higher by 1 ± 0.5 (+20 %)
     """
     found = list(differences)
-    last = _steps(max(found, key=lambda each: each.step))
-    why = "the last that both have read" if " and " not in last else "the last at most 10 % apart"
-    lines = [f"{names[1]} against {names[0]}, at {last} ({'as asked' if are_given else why})"]
+    last = max(found, key=lambda each: each.step)
+    lines = [f"{names[1]} against {names[0]}, at {_steps(last)} ({_choice(last, are_given)})"]
     whole = [each for each in found if not each.place]
-    tested = sum(math.isfinite(each.margin) for each in whole)
-    chance = f"of {tested} compared {0.05 * tested:.0f} would be so by chance"
-    parts = [each for each in found if each.place]
-    parts.sort(key=lambda each: -abs(each.change) / each.margin)
-    some = f" (the {_MOST} farthest of {len(parts)})" if len(parts) > _MOST else ""
+    verdicts: dict[str, list[Difference]] = {}
+    for each in whole:
+        verdicts.setdefault(each.verdict, []).append(each)
     groups = {
-        f"beyond the errors (95 %; {chance})": [each for each in whole if each.differs],
-        f"layers and heads beyond the errors, though their mean is not{some}": parts[:_MOST],
-        "within the errors": [each for each in whole if each.verdict == "within the errors"],
-        "error unknown": [each for each in whole if each.verdict == "error unknown"],
+        _by_chance(whole): [each for each in whole if each.differs],
+        **_of_places([each for each in found if each.place]),
+        "within the errors": verdicts.get("within the errors", []),
+        "error unknown": verdicts.get("error unknown", []),
     }
     for title, members in groups.items():
         lines += [f"{title}:"] if members else []
-        lines += [f"  {_line(each, last)}" for each in members]
-    equal = sum(each.verdict == "equal" for each in whole)
+        lines += [f"  {_line(each, _steps(last))}" for each in members]
+    equal = len(verdicts.get("equal", ()))
     lines += [f"{equal} equal to 6 digits"] if equal else []
     return [*lines, "errors are those over other sequences: another seed changes a run too"]
+
+
+def _choice(last: Difference, are_given: bool) -> str:
+    """Say why the runs are compared at these steps."""
+    if are_given:
+        return "as asked"
+    if last.second_step in (None, last.step):
+        return "the last that both have read"
+    return "the last at most 10 % apart"
+
+
+def _by_chance(whole: Sequence[Difference]) -> str:
+    """Return the title of differences beyond their errors, with the number expected by chance."""
+    tested = sum(math.isfinite(each.margin) for each in whole)
+    chance = f"of {tested} compared {0.05 * tested:.0f} would be so by chance"
+    return f"beyond the errors (95 %; {chance})"
+
+
+def _of_places(parts: Sequence[Difference]) -> dict[str, list[Difference]]:
+    """Choose the layers and heads to list, farthest beyond their errors first, with a title."""
+    farthest = sorted(parts, key=lambda each: -abs(each.change) / each.margin)[:_MOST]
+    some = f" (the {_MOST} farthest of {len(parts)})" if len(parts) > _MOST else ""
+    return {f"layers and heads beyond the errors, though their mean is not{some}": farthest}
 
 
 def _steps(each: Difference) -> str:

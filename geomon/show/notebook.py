@@ -6,8 +6,7 @@ from html import escape
 
 from geomon.advice import to_install
 from geomon.analysis import summarise
-from geomon.record import Readings
-from geomon.record.printable import printable
+from geomon.record import Readings, printable
 
 _PIXELS_PER_INCH = 80
 

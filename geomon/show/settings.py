@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from geomon.record import Readings
-from geomon.record.printable import printable
+from geomon.record import Readings, printable
 
 # Keys of a description that are not settings.
 OF_A_START = ("time", "from_step")

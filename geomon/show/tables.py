@@ -9,13 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from geomon.analysis import Fact, facts_of, summarise
-from geomon.analysis.facts import FactLog
-from geomon.analysis.numbers import significant
-from geomon.analysis.quantities import Quantity, quantities_of
-from geomon.analysis.summary import alert_sentences
-from geomon.record import Reading, Readings
-from geomon.record.printable import printable
+from geomon.analysis import (
+    Fact,
+    FactLog,
+    Quantity,
+    alert_sentences,
+    facts_of,
+    quantities_of,
+    significant,
+    summarise,
+)
+from geomon.record import Reading, Readings, printable
 
 # Tags of the quantities that terminals show, in this order.
 _WATCHED = (

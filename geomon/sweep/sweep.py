@@ -17,8 +17,8 @@ from geomon.failures import failures
 from geomon.metrics import METRICS, Evaluator
 from geomon.monitor import Monitor, check_count
 from geomon.note import Note
-from geomon.record import FILE_NAME, Readings, Sink, read
-from geomon.record.printable import printable
+from geomon.note_kinds import NoteKind
+from geomon.record import FILE_NAME, Readings, Sink, printable, read
 from geomon.sweep.checkpoints import Checkpoint
 from geomon.sweep.models import one_line
 
@@ -85,10 +85,7 @@ def scan(
     """
     check_count("tokens", tokens)
     check_count("splits", splits)
-    by_step = {each.step: each for each in checkpoints}
-    if not by_step:
-        raise ValueError("there are no checkpoints: expected a Checkpoint(step, load) for each")
-    found = [by_step[step] for step in sorted(by_step)]
+    found = _in_order(checkpoints)
     asked = {"inputs": _digest(inputs), "source": found[0].source, "blocks": blocks}
     settings = {name: str(value)[-_MOST_LETTERS:] for name, value in asked.items()}
     options: dict[str, Any] = {
@@ -101,8 +98,7 @@ def scan(
     with ExitStack() as stack:
         for checkpoint, network in _load_each(found, recorded, model, remarks):
             if monitor is None:
-                accelerator = torch.accelerator.current_accelerator(check_available=True)
-                network.eval().to(device or accelerator or "cpu")
+                _prepare(network, device)
                 monitor = Monitor(network, **options, directory=directory, sinks=sinks,
                                   settings={"scan": settings})  # fmt: skip
                 stack.enter_context(monitor).account.clock = lambda: 0.0  # no training is waiting
@@ -119,11 +115,23 @@ def scan(
     if monitor is None:
         for sink in sinks:
             sink.close()
-    if remarks.failures and not recorded and (monitor is None or monitor.latest is None):
-        others = len(remarks.failures) - 1
-        more = f", and {others} more failed too" if others else ""
-        raise ValueError(f"no checkpoint could be read: {remarks.failures[0]}{more}")
+    if not recorded and (monitor is None or monitor.latest is None):
+        remarks.raise_failures()
     return read(directory)
+
+
+def _in_order(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """Return the last checkpoint of each step, steps ascending; raises ValueError without any."""
+    by_step = {each.step: each for each in checkpoints}
+    if not by_step:
+        raise ValueError("there are no checkpoints: expected a Checkpoint(step, load) for each")
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _prepare(network: nn.Module, device: str | None) -> None:
+    """Move a model to a device (by default the first accelerator), in eval mode."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    network.eval().to(device or accelerator or "cpu")
 
 
 class _Remarks:
@@ -139,7 +147,15 @@ class _Remarks:
     def take(self) -> list[Note]:
         """Return the remarks since the last call."""
         new, self._taken = self.failures[self._taken :], len(self.failures)
-        return [Note("checkpoint left out", f"a checkpoint is left out: {each}") for each in new]
+        kind = NoteKind.CHECKPOINT_LEFT_OUT
+        return [Note(kind, f"a checkpoint is left out: {each}", about=each) for each in new]
+
+    def raise_failures(self) -> None:
+        """Raise a ValueError that names the first failure and the number of others, if any."""
+        if self.failures:
+            others = len(self.failures) - 1
+            more = f", and {others} more failed too" if others else ""
+            raise ValueError(f"no checkpoint could be read: {self.failures[0]}{more}")
 
     @contextmanager
     def of_failure(self, checkpoint: Checkpoint) -> Iterator[None]:

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from geomon import Reading
-from geomon.analysis.profile import profile_of
+from geomon.analysis import profile_of
 from recipes.papers.queries_keys import stability_figure
 from recipes.study.drawing import (
     BLUE,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typer import Option
 
 from geomon import log_spaced, select
-from geomon.analysis.profile import profile_of
+from geomon.analysis import profile_of
 from geomon.kernels.baselines import isotropic_cosine_magnitude
 from geomon.record import tags
 from recipes.digits.data import CLASSES, load

@@ -8,7 +8,7 @@ from statistics import fmean
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from geomon.analysis.profile import profile_of
+from geomon.analysis import profile_of
 from geomon.kernels.baselines import isotropic_cosine_magnitude
 from recipes.study.drawing import (
     BLUE,

@@ -11,7 +11,7 @@ from torch import nn
 from typer import Option
 
 from geomon import log_spaced, select
-from geomon.analysis.profile import bulge, peak_depth, profile_of
+from geomon.analysis import bulge, peak_depth, profile_of
 from recipes.encoder_decoder.figure import draw
 from recipes.enwik8.text import Text, spread
 from recipes.enwik8.train import cosine_rate

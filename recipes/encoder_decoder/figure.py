@@ -6,7 +6,7 @@ from functools import partial
 from matplotlib.figure import Figure
 
 from geomon import Reading
-from geomon.analysis.profile import bulge
+from geomon.analysis import bulge
 from recipes.study.drawing import (
     BLUE,
     GREEN,

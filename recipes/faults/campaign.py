@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from geomon import Memory, Monitor, Reading, Readings, read
-from geomon.analysis.bands import WATCHED
+from geomon.analysis import WATCHED
 from geomon.record import RaisedAlert, Record
 from recipes.enwik8.text import Text
 from recipes.faults.kinds import EachStep, nothing

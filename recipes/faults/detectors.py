@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy import stats  # type: ignore[import-untyped]
 
 from geomon import Reading, read
-from geomon.analysis.bands import (
+from geomon.analysis import (
     LEAST,
     SLOW,
     WATCHED,
@@ -20,7 +20,7 @@ from geomon.analysis.bands import (
     measure_distance,
     start_of_window,
 )
-from geomon.record.columns import Column
+from geomon.record import Column
 from recipes.faults.kinds import FAULTS, Fault
 from recipes.faults.training import BATCHES, EACH_STEP, FIRST_READ, Job
 

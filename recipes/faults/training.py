@@ -13,9 +13,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from geomon import Monitor
-from geomon.analysis.bands import WATCHED
+from geomon.analysis import WATCHED
 from geomon.distributed import RankGroup
-from geomon.monitor.planner import DEFAULT_SHARE, Account, Due, Planner
+from geomon.monitor import DEFAULT_SHARE, Account, Due, Planner
 from recipes.enwik8.text import Text, carried_text, characters
 from recipes.enwik8.train import adamw, cosine_rate
 from recipes.faults.kinds import FAULTS, EachStep, Subject, nothing

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import numpy as np
 
 from geomon import Reading, read
-from geomon.analysis.bands import LEAST, WATCHED, Bands, continue_line, start_of_window
+from geomon.analysis import LEAST, WATCHED, Bands, continue_line, start_of_window
 from recipes.faults.campaign import PREFIX
 from recipes.faults.detectors import Place, numbers_of
 from recipes.faults.training import EACH_STEP

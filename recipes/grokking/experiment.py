@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typer import Option
 
 from geomon import every
-from geomon.record.tags import training_tag
+from geomon.record import training_tag
 from recipes.enwik8.text import Text
 from recipes.grokking.data import LENGTH, Pairs, split, table, vocabulary_size
 from recipes.grokking.figure import draw

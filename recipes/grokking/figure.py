@@ -7,7 +7,7 @@ from functools import partial
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from geomon.record.tags import training_tag
+from geomon.record import training_tag
 from recipes.grokking.leads import HELD_OUT_ACCURACY, alarm, curve, generalised
 from recipes.study.drawing import BLUE, ORANGE, Line, Panel, draw_panels
 from recipes.study.history import History

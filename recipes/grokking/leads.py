@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from geomon.record.tags import layer_tag, training_tag
+from geomon.record import layer_tag, training_tag
 from recipes.study.history import History
 
 # Names of the logged accuracies, which every reading holds.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from geomon.record.columns import NAN, Column
+from geomon.record import NAN, Column
 
 # Layers from which a correlation over depth means anything, and up to which its p-value is exact.
 _ENOUGH, _EXACT = 4, 9

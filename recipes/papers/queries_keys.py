@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from geomon import Readings
-from geomon.analysis.chance import chance_limit
-from geomon.record.tags import layer_tag
+from geomon.analysis import chance_limit
+from geomon.record import layer_tag
 from recipes.papers.alignment import align_layers, cosine
 from recipes.papers.arrays import (
     Arrays,

@@ -9,9 +9,8 @@ import numpy as np
 from scipy import stats  # type: ignore[import-untyped]
 
 from geomon import Reading, Readings
-from geomon.analysis import single_source
-from geomon.analysis.profile import profile_of
-from geomon.record.columns import Column
+from geomon.analysis import profile_of, single_source
+from geomon.record import Column
 from recipes.papers.alignment import LayerAlignment, align_layers
 from recipes.papers.arrays import arrays_over_training
 from recipes.papers.correlation import Correlation, correlate

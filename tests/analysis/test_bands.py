@@ -130,6 +130,14 @@ def test_what_varies_by_factors_has_a_band_of_factors(metric):
     assert not any(departures([0.0, -1.0] * 12, tag=f"{metric}/layer_01"))  # which have no factor
 
 
+@pytest.mark.parametrize(("share", "leaves"), [(0.9, False), (1.1, True)])
+def test_a_band_of_factors_is_never_wider_than_tenfold_around_the_median(share, leaves):
+    """Readings that scatter a hundredfold would otherwise open the band for anything."""
+    logarithms = 2.0 * noise(50)[:, 0]
+    logarithms[48:] = np.median(logarithms[:48]) + share * math.log(10)
+    assert any(departures(np.exp(logarithms), tag="variance/layer_01")[49]) is leaves
+
+
 def test_the_largest_departure_comes_first():
     small, large = 20 + noise(50)[:, 0], 20 + noise(50, seed=1)[:, 0]
     small[48:] += 40

@@ -2,7 +2,7 @@
 
 import pytest
 
-from geomon.analysis.compare import compare
+from geomon.analysis.differences import compare
 from geomon.record import Readings
 from geomon.show.comparison import describe_differences
 from support.readings import reading_of

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from geomon.analysis import find_phase
-from geomon.analysis.phase import Point, change_between, phase_of, sum_of
+from geomon.analysis.phase import Point, change_between, find_phase, phase_of, sum_of
 from support import definitions as by_book
 
 # Mean of twonn over the layers of a character decoder on enwik8, as training goes on.

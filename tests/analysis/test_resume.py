@@ -1,5 +1,7 @@
 """What the first reading after a resume says of what came with it."""
 
+import math
+
 import msgspec
 import numpy as np
 import pytest
@@ -112,6 +114,14 @@ def test_many_steps_explain_more_than_few():
 ])  # fmt: skip
 def test_nothing_is_said_if_what_is_usual_is_unknown(step, before):
     assert resumed(reading(step, **SHARP), before) == []
+
+
+def test_a_head_with_few_readings_is_expected_to_move_as_the_others_do():
+    watch, unknown = AlertWatch(["changed_at_resume"]), dict.fromkeys(names(2), math.nan)
+    for step in range(0, 400, 20):
+        watch.recall(reading(step, **(unknown if step < 360 else {})))
+    (alert,) = watch.add(reading(400, **SHARP))
+    assert set(alert.heads) == {(2, 0), (2, 1)}
 
 
 def test_a_source_is_compared_with_itself():

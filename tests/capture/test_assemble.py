@@ -51,7 +51,7 @@ def test_attention_that_cannot_be_rebuilt_costs_nothing_else(monkeypatch):
     def broken(*args):
         raise RuntimeError("of shapes, say")
 
-    monkeypatch.setattr("geomon.capture.assemble.read_calls", broken)
+    monkeypatch.setattr("geomon.capture.head_views.read_calls", broken)
     layers = look(PlainDecoder(), batch()).snapshot().layers
     assert all("hidden" in layer.captured for layer in layers)
     reasons = {layer.missing["visible"] for layer in layers[1:]}

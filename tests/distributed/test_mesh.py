@@ -101,6 +101,6 @@ def test_the_dimensions_of_a_mesh_are_said(place, ranks, words):
 
 
 @pytest.mark.parametrize("name", FACTS)
-def test_what_a_mesh_knows_of_tokens_and_blocks(name):
+def test_a_mesh_tells_which_ranks_share_tokens_and_blocks(name):
     ask, expected = FACTS[name]
     assert ask() == expected

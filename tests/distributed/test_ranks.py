@@ -1,4 +1,4 @@
-"""What ranks agree on: each is a thread, and values are exchanged at a barrier."""
+"""Ranks agree on a reading: each is a thread, and values are exchanged at a barrier."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -49,7 +49,7 @@ def connected(size, mesh=None):
 
 
 def together(seen, about=(7, "train"), mesh=None, groups=None, **options):
-    """What each rank gets, or the error that it ends in."""
+    """The layers that each rank receives, or the error that it raises."""
     size = len(seen)
     groups = groups or connected(size, mesh)
     each = about if isinstance(about, list) else [about] * size
@@ -122,7 +122,7 @@ def unseen(index=None):
 
 STEP, BOOM = {"about": [(5, "train"), (5, "probe")]}, ValueError("boom")
 FEWER = [snapshot(1.0, layers=2)]
-# What ranks have seen, options; the beginning of the error that each rank ends in.
+# Snapshots of ranks, options; the beginning of the error that each rank raises.
 REFUSED = {
     "one fails": ([[snapshot(1.0)], BOOM, [snapshot(1.0)]], {}, "rank 1: ValueError: boom"),
     "two fail": (
@@ -147,7 +147,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_where_a_rank_has_nothing_every_rank_says_so_and_none_waits(name):
+def test_every_rank_raises_the_error_of_one_that_has_nothing_and_none_waits(name):
     seen, options, words = REFUSED[name]
     found = together(seen, **options)
     assert all(isinstance(error, RankFailedError) for error in found)
@@ -165,7 +165,7 @@ SAME = "had the same tokens as rank"
 OTHERS = "rank 1 received other tokens than rank 0, although they share one model"
 TWO = Mesh(tuple(RankPlace(rank, tensor=(0, 1)) for rank in range(2)))
 LOSSES = [MeanLoss(1.0, 1), MeanLoss(2.0, 3)]
-# What ranks have seen, options; rows of layer 1, kinds of notes, and the beginning of the first.
+# Snapshots of ranks, options; rows of layer 1, kinds of notes, and the beginning of the first.
 SAID = {
     "copies": ([of_batch("x")] * 2, {"same_inputs": True}, [1], [], ""),
     "copies that differ": (
@@ -202,7 +202,7 @@ SAID = {
         "rank 0: nothing was seen: skipped",
     ),
     "one did not see a layer": (
-        [[unseen(1)], of_batch("", 2.0)], {}, [2], ["no hidden at blocks.1 of some ranks"],
+        [[unseen(1)], of_batch("", 2.0)], {}, [2], ["not seen on some ranks"],
         "rank 0: blocks.1: no hidden was seen: skipped",
     ),
     "one model, other tokens": (
@@ -279,7 +279,7 @@ def test_rows_come_in_the_order_of_their_tokens_whichever_rank_gives_them():
 
 
 @pytest.mark.parametrize("cut", [([2, 0], [3, 1]), ([0, 1, 2, 3],) * 2], ids=["rows", "heads"])
-def test_of_what_ranks_with_the_same_tokens_have_each_part_is_given_once(cut):
+def test_each_part_that_ranks_with_the_same_tokens_share_is_sent_once(cut):
     def part_of(rank):
         number, same = torch.tensor(cut[rank]), cut[0] == cut[1]
         views = {"hidden": number[:, None].float(), "projected_query": torch.ones(4, 1, 2) * rank}
@@ -310,7 +310,7 @@ def stage(*depths, rows, later, batch=""):
 
 @pytest.mark.parametrize("pipelines", [1, 2])
 def test_later_stages_of_a_pipeline_learn_the_tokens_of_their_rows_from_the_first(pipelines):
-    """Of two pipelines with the same tokens one is measured; the first stages are on ranks 1, 3."""
+    """Only one of two pipelines with the same tokens is measured; ranks 1, 3 have first stages."""
     mesh = Mesh(tuple(
         RankPlace(rank, pipeline=(rank // 2 * 2, rank // 2 * 2 + 1), stages=(1 - rank % 2,),
                   num_stages=2)

@@ -100,7 +100,7 @@ def test_metrics_without_any_row_to_measure_are_nan():
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-def test_what_lies_under_the_mask_does_not_matter(garbage):
+def test_values_under_the_mask_do_not_matter(garbage):
     length = 450
     query, key = normal(2, 2, length, 8), normal(2, 2, length, 8, seed=1)
     visible = mask("padded left", 2, length)
@@ -167,6 +167,6 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "words"), REFUSED)
-def test_what_makes_no_scores_is_named(call, words):
+def test_an_input_that_makes_no_scores_is_named(call, words):
     with pytest.raises(ValueError, match=words):
         call()

@@ -1,4 +1,4 @@
-"""What every kernel of rows, or of distances, asks of its input; blocks, and rows that are equal.
+"""Requirements of every kernel of rows or distances on its input; blocks, and equal rows.
 
 What a kernel gives is held by the contract of the metrics (tests/metrics/test_contract.py).
 """
@@ -116,8 +116,9 @@ def close(got, want, rtol=1e-8):
     torch.testing.assert_close(got, want, rtol=rtol, atol=1e-10 * largest, equal_nan=True)
 
 
-# What they are by the book, of rows and labels; sizes on either side of the smaller Gram matrix, of
-# the rank to which a power law is fitted, and of the blocks and searches of large readings.
+# Definitions by the book, as functions of rows and labels; sizes on either side of the smaller Gram
+# matrix, of the rank to which a power law is fitted, and of the blocks and searches of large
+# readings.
 DEFINED = {
     "spectrum": lambda x, _: by_book.eigenvalues(x)[: min(x.shape)],
     "anisotropy": lambda x, _: by_book.shares(x)[0],
@@ -193,7 +194,7 @@ UNCHECKED = {"mean of groups", "squares of groups", "cosine of groups"}
 
 
 @pytest.mark.parametrize("name", sorted(KERNELS.keys() - UNCHECKED))
-def test_what_are_no_rows_is_refused_by_its_shape(name):
+def test_a_tensor_that_is_not_rows_is_refused_by_its_shape(name):
     kernel = KERNELS[name]
     for shape in shapes_refused(kernel):
         labels = torch.zeros(shape[:1], dtype=torch.int64)
@@ -235,7 +236,7 @@ def test_points_without_a_ratio_are_left_out_and_too_few_have_no_dimension(name)
 
 @pytest.mark.parametrize("shape", [(5,), (5, 1), (5, 0), (0,), (2, 5, 2), ()])
 @pytest.mark.parametrize("name", DISTANCES)
-def test_what_are_no_distances_is_refused_by_its_shape(name, shape):
+def test_a_tensor_that_is_not_distances_is_refused_by_its_shape(name, shape):
     with pytest.raises(ValueError, match=r"expected distances \[tokens, k\]") as caught:
         DISTANCES[name](torch.ones(shape))
     assert str(list(shape)) in str(caught.value)
@@ -314,11 +315,11 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "words"), REFUSED)
-def test_what_cannot_be_measured_is_named(call, words):
+def test_an_input_that_cannot_be_measured_is_named(call, words):
     with pytest.raises(ValueError, match=re.sub(r"([\[\]])", r"\\\1", words)):
         call()
 
 
 def test_the_gradient_of_the_centred_cosine_is_that_of_its_definition():
-    """Where rows with a number of 1 or more were scaled, it was 0."""
+    """It was 0 when rows with a number of 1 or more were scaled."""
     assert torch.autograd.gradcheck(cosine_centred, (normal(9, 3) + 2).requires_grad_())

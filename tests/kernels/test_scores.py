@@ -67,7 +67,7 @@ DOCUMENT = torch.arange(12) // 4
     ],
     ids=["all keys", "keys of a sequence", "keys of a document"],
 )
-def test_where_scores_do_not_vary_the_mean_query_has_no_share(dtype, equal, seen):
+def test_the_mean_query_has_no_share_if_scores_do_not_vary(dtype, equal, seen):
     """Keys that are equal where they are seen vary by rounding alone: no 1e15 of it."""
     query, key = (part.to(dtype) for part in attention(sequences=16, queries=12, keys=12))
     visible = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril(diagonal=-2) & seen

@@ -1,4 +1,4 @@
-"""What a metric gives, and what is searched for it, if it is asked alone and among others."""
+"""A metric alone has the values that it has among others, and searches no more than it reads."""
 
 import pytest
 import torch

@@ -111,7 +111,7 @@ def test_each_layer_has_its_share_of_the_threads_and_nobody_else_has_fewer():
 
 @in_threads
 @pytest.mark.parametrize("error", [ValueError("by design"), KeyboardInterrupt("by design")])
-def test_what_is_raised_ends_the_threads_and_later_layers_are_not_begun(error):
+def test_an_error_ends_the_threads_and_later_layers_are_not_begun(error):
     seen = Seen(error)
     with pytest.raises(type(error), match="by design"):
         seen.measure(50)
@@ -143,7 +143,7 @@ def interrupted(thread):
     ("had", "then", "raised"),
     [(0, refuse, None), (1, refuse, None), (4, refuse, None), (1, interrupted, KeyboardInterrupt)],
 )
-def test_where_threads_cannot_be_had_everything_is_measured_once_unless_by_ctrl_c(
+def test_everything_is_measured_once_if_threads_cannot_start_unless_by_ctrl_c(
     had, then, raised, monkeypatch
 ):
     seen, starts = Seen(), chain([threading.Thread.start] * had, repeat(then))

@@ -13,7 +13,7 @@ def cautions_of(values):
     return cautions(columns(values))
 
 
-# What has a note, beside what is just short of it; and words of the note.
+# Values with a note, values just short of it, and words of the note.
 LIMITS = [
     ({"twonn/layer_01/duplicates": 0.051}, {"twonn/layer_01/duplicates": 0.05},
      "twonn, layer 1: up to 5 % of the rows are exact copies"),
@@ -76,7 +76,7 @@ NAN, INF = float("nan"), float("inf")
           "twonn/mean": NAN, "twonn/mean/n": 2.0}, []),  # `cautions` has a note
     ],
 )  # fmt: skip
-def test_what_is_not_finite_is_named_once_with_its_reason(values, texts):
+def test_a_value_that_is_not_finite_is_named_once_with_its_reason(values, texts):
     explained = [("cosine", 1), ("cosine", None)]
     found = explain_not_finite(columns(values), explained, METRICS, {})
     assert [note.words() for note in found] == texts

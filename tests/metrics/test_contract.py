@@ -1,4 +1,4 @@
-"""What every metric keeps: its range and what changes nothing stand in one table.
+"""Contracts of all metrics: one table has their ranges and the changes that leave them equal.
 
 The metrics are found in the table of metrics: a new one is measured here as it is added, and fails
 until it has its line in `CONTRACTS`.
@@ -26,7 +26,7 @@ from support.whole_layer import HEAD_WIDTH, LENGTH, ROWS, WIDTH, normal, whole_l
 ALL = METRICS | MORE_METRICS
 EVALUATOR = Evaluator(ALL, 1, strict=True)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# What rounding makes depends on how far the rows are from the origin.
+# Rounding errors depend on how far the rows are from the origin.
 OF_ROUNDING = "rounding"
 
 
@@ -210,7 +210,7 @@ def test_every_metric_has_a_contract():
     assert [tag for tag in definitions("none") if not {tag, f"{tag}/head_0"} & found.keys()] == []
 
 
-# What chooses its rows, or reads attention, is held elsewhere.
+# Metrics that choose rows, or read attention, are tested elsewhere.
 ELSEWHERE = {"twonn_distinct"}
 ELSEWHERE |= {name for name in ALL if name.startswith(("attention", "score", "mean_query_share"))}
 
@@ -367,7 +367,7 @@ def test_at_an_edge_every_metric_has_a_value_or_a_reason(edge):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_what_a_metric_reads_comes_down_to_captured_views(name):
+def test_the_views_that_a_metric_reads_come_down_to_captured_views(name):
     metric = ALL[name]
     assert metric.captured <= whole_layer().captured.keys() | {"scores"}
     assert metric.text.title != name

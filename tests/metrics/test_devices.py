@@ -60,7 +60,7 @@ def test_arrays_of_rows_on_a_device_are_those_of_rows_on_the_host():
         np.testing.assert_allclose(on_device[name], array, rtol=1e-3, atol=1e-6)
 
 
-def test_what_metrics_are_called_with_stays_where_its_rows_are():
+def test_metrics_are_called_with_views_on_the_device_of_the_rows():
     kinds = set()
 
     def own(hidden, token_ids, projected_query, query, scores, spectrum, neighbours, axes):

@@ -17,7 +17,7 @@ def snapshot(*hidden, **captured) -> Snapshot:
     layers = [
         Layer(
             i, f"layer {i}", {"hidden": h, "precision": 1e-7, **captured},
-            sources=SOURCES if i else frozenset({"hidden"}),
+            sources=frozenset(SOURCES if i else ["hidden"]),
         )
         for i, h in enumerate(hidden)
     ]  # fmt: skip

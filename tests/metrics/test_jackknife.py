@@ -93,7 +93,7 @@ def test_without_a_group_a_metric_is_that_of_the_other_rows(name, offset):
             np.testing.assert_allclose(got[part], want[part], rtol=close, atol=close * 1e-2)
 
 
-def test_what_cannot_be_had_without_a_group_is_said():
+def test_a_view_that_has_no_form_without_a_group_is_named():
     without = ViewsWithout(LayerViews(layer(), given={"queries": 300}), 3)
     for name in ("nearest", "members", "distinct_rows", "max_logits", "head_outputs"):
         with pytest.raises(NoMarginError, match=name):
@@ -267,7 +267,7 @@ def test_fewer_degrees_of_freedom_widen_a_margin():
     assert ratios == pytest.approx((3.1824 / 2.3646,) * 2, rel=1e-4)
 
 
-def test_of_several_splits_the_mean_without_each_group_has_the_margin():
+def test_the_margin_over_several_splits_is_that_of_their_means_without_each_group():
     """The same groups of sequences in every split."""
     whole = layer(1.0, sequences=48)
     order = torch.randperm(48 * LENGTH, generator=generator(0))

@@ -53,7 +53,7 @@ def test_every_metric_of_rows_gives_at_last_what_it_gives_on_these_rows(name):
         (made(normal(90, 4), normal(63, 4)), "fewer than 64 sequences", True),
     ],
 )  # fmt: skip
-def test_what_is_not_there_is_missing_with_the_reason(layer, words, is_there):
+def test_last_tokens_that_are_unknown_or_few_are_missing_with_the_reason(layer, words, is_there):
     rank = MORE_METRICS["effective_rank_last"]
     metrics = check_metrics({"own": at_last(METRICS["cosine"]), "rank": rank})
     result = Evaluator(metrics, 1).evaluate([layer], 90)

@@ -6,7 +6,17 @@ import torch
 from geomon.distributed import merge_layers
 from geomon.metrics import Evaluator, check_metrics
 from support.doc_tables import of_views
-from support.measuring import CAPTURED, DERIVED, CapturedView, Layer, derived, margin, sliced
+from support.measuring import (
+    CAPTURED,
+    DERIVED,
+    SOURCES,
+    CapturedView,
+    Layer,
+    Part,
+    derived,
+    margin,
+    sliced,
+)
 from support.samples import normal
 
 SEQUENCES, LENGTH = 16, 10
@@ -81,6 +91,16 @@ def test_docs_have_a_line_of_each():
 def test_an_entry_that_lacks_a_field_fails_when_it_is_made(field):
     with pytest.raises(TypeError, match=field):
         CapturedView(**{name: value for name, value in ENTRY.items() if name != field})
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_source_names_views_of_its_own_and_how_its_rows_are_numbered(name):
+    source, views = SOURCES[name], [v for v, view in CAPTURED.items() if view.source == name]
+    assert {source.shown_by, source.queries, source.keys} - {""} <= set(views)
+    assert bool(source.shown_by) == bool(source.text)
+    shared = {"rows": bool(source.number), "heads": bool(source.queries and source.keys)}
+    assert shared.get(source.shared, True)
+    assert not source.number or hasattr(Part(), source.number)
 
 
 def test_a_derived_view_has_to_say_how_it_is_had_without_a_group():

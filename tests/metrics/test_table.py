@@ -62,7 +62,7 @@ def test_rounding_is_the_distance_that_rounding_alone_makes(dtype, scale):
 
 
 def test_the_deviation_of_the_null_is_that_of_as_many_rows():
-    """Where only some of them have their neighbours searched."""
+    """Only some of the rows have their neighbours searched."""
     null = METRICS["twonn"].null(Sizes(16_384, 3))
     assert null["null"] == pytest.approx(3, rel=0.05)
     assert 0.005 < null["null_std"] < 0.1  # 1.1 d / sqrt(rows) is 0.026

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from geomon import Memory, Monitor, read, select
-from geomon.analysis import Phase, find_phase
+from geomon.analysis import Phase
+from geomon.analysis.phase import find_phase
 from support.models import PlainDecoder, batch
 from support.scenarios import Scenario, check
 
@@ -103,6 +104,12 @@ def test_a_run_that_is_taken_up_again_goes_on_where_it_was(tmp_path):
         assert names(phases) == PHASES
         assert [alert.step for alert in alerts] == [256, 1024]
         assert [alert.step for alert in read(tmp_path / str(cut)).alerts] == [256, 1024]
+
+
+def test_a_run_that_goes_back_to_its_first_step_begins_its_phases_anew():
+    phases = []
+    follow([*COURSE[:3], *COURSE[:3]], on_phase=phases.append)
+    assert names(phases) == ["level", "level"]
 
 
 @pytest.mark.parametrize(("hook", "calls"), [("on_alert", 2), ("on_phase", 3)])

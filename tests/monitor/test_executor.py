@@ -164,7 +164,7 @@ def test_where_no_thread_can_be_started_the_background_measures_here_in_order(th
 
 
 def test_a_budget_without_gathering_is_refused_on_many_ranks(monkeypatch):
-    monkeypatch.setattr("geomon.monitor.monitor.find_ranks", lambda: RankGroup(0, 2))
+    monkeypatch.setattr("geomon.monitor.setup.find_ranks", lambda: RankGroup(0, 2))
     options = {"directory": None, "budget": 0.01, "gather": False}
     with pytest.raises(ValueError, match="use gather=True, or budget=None"):
         Monitor(PlainDecoder(), probe=batch(), **options)

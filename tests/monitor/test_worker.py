@@ -15,7 +15,7 @@ import torch
 
 from geomon import read, select
 from geomon.metrics import Metric
-from geomon.monitor import executor, worker, worker_program
+from geomon.monitor import executor, worker
 from geomon.monitor.worker import Worker
 from support.scenarios import Watched
 
@@ -31,7 +31,7 @@ def workers_of(training):
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
             words = (folder / "cmdline").read_bytes().decode().split("\0")
-            if worker_program.__file__ in words and str(training) in words:
+            if worker.PROGRAM in words and str(training) in words:
                 found.append(int(folder.name))
     return found
 
@@ -167,7 +167,7 @@ def be_another_program(patch):
 
 
 def end_at_once(patch):
-    patch.setattr(worker_program, "__file__", "/nowhere/program.py")
+    patch.setattr(worker, "PROGRAM", "/nowhere/program.py")
 
 
 def be_killed(patch):

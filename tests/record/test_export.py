@@ -65,22 +65,22 @@ def test_parquet_and_csv_hold_the_same_to_the_last_bit(run, tmp_path):
     import pandas
     from pyarrow import parquet
 
-    path = export.export(run, tmp_path / "new" / "in it" / "values.parquet")
+    path = export(run, tmp_path / "new" / "in it" / "values.parquet")
     assert missing_as_none(pandas.read_parquet(path)) == EXPECTED
     assert tuple(parquet.read_schema(path).names) == COLUMNS
-    with export.export(run, f"{tmp_path}/values.csv").open(newline="") as file:
+    with export(run, f"{tmp_path}/values.csv").open(newline="") as file:
         rows = list(csv.reader(file))
     assert tuple(rows[0]) == COLUMNS
     assert rows[1:] == [["" if x is None else str(x) for x in row] for row in EXPECTED]
     with pytest.raises(ValueError, match=r"ends in .csv or .parquet"):
-        export.export(run, tmp_path / "a.xlsx")
+        export(run, tmp_path / "a.xlsx")
 
 
 def test_a_spreadsheet_takes_no_name_for_a_formula(tmp_path):
     names = ["=1+1", "+a", "-a", "@a", "plain"]
     values = {f"{name}/mean/{name}": 1.0 for name in names}
     run = Readings([], [reading_of(values, source="=HYPERLINK()")])
-    with export.export(run, tmp_path / "values.csv").open(newline="") as file:
+    with export(run, tmp_path / "values.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["metric"] != "geomon"]
     assert {row["source"] for row in rows} == {"'=HYPERLINK()"}
     found = [(row["metric"], row["part"]) for row in rows]
@@ -94,7 +94,7 @@ def test_a_spreadsheet_takes_no_name_for_a_formula(tmp_path):
 def test_a_package_that_is_missing_is_named(missing, call, tmp_path):
     code = (
         f"import sys; sys.modules[{missing!r}] = None\n"
-        "from geomon.record import Readings\nfrom geomon.record.export import export\n"
+        "from geomon.record import Readings\nfrom geomon.record.exporting import export\n"
         f"run = Readings([], [])\ntry: {call}\nexcept ImportError as error: print(error)"
     )
     done = subprocess.run(

@@ -57,6 +57,10 @@ COURSES = {
     "its time alone has changed": [
         (append(ALL), [0, 16, 32, 48]), (lambda path: os.utime(path, (1, 1)), []),
     ],
+    "the run goes back between two looks": [
+        (append(LINES[0]), [0]),
+        (append("".join(LINES[1:]) + '{"run": {"rewound_to": 32}}\n' + OTHERS[2]), [16, 32]),
+    ],
     "two runs write at once, and a line is none": [
         (append(LINES[0]), [0]), (append(LINES[1]), [16]), (append(LINES[0]), [0]),
         (append("hello\n"), "line 4 of"), (nothing, []),

@@ -170,7 +170,7 @@ def rounded(value):
 
 def holds_data(name, value):
     text = json.dumps(rounded(value), indent=0, ensure_ascii=False, sort_keys=True, allow_nan=False)
-    # What holds neither a list nor another dict stands in one line.
+    # A dict that holds neither a list nor another dict stands in one line.
     holds_text(
         name, re.sub(r"[\[{]\n[^][{}]*[\]}]", lambda found: found[0].replace("\n", " "), text)
     )

@@ -265,7 +265,7 @@ def test_layers_and_heads_are_named_if_they_differ_and_their_mean_does_not(
     assert ("though their mean is not:" in printed) == bool(named)
 
 
-def test_of_many_layers_that_differ_the_farthest_are_listed(tmp_path):
+def test_the_farthest_of_many_layers_that_differ_are_listed(tmp_path):
     folders = []
     for name, sign in (("a", 1), ("b", -1)):
         values = {"own/mean": 0.0, "own/mean/margin": 0.1}
@@ -448,7 +448,7 @@ def test_the_title_says_model_size_steps_and_loss(described, title, make_reading
 
 @pytest.mark.parametrize("kind", ["map", "profiles", "heads", "cosines", "compare"])
 def test_names_are_no_formulas(kind, make_readings, tmp_path):
-    """Of folders, and of metrics: matplotlib reads what stands between two dollars as one."""
+    """Matplotlib reads text between two dollars as a formula, in names of folders and metrics."""
     values = {f"own/layer_0{n}{head}": 0.0 for n in range(3) for head in ("", "/head_0", "/head_1")}
     texts = {**TEXTS, "own": {"title": "own$^$"}, "twonn": {"title": "twonn$^$"}}
     readings = [with_values(each, {**each.values, **values}) for each in make_readings((0, 16))]
@@ -467,7 +467,7 @@ def test_names_are_no_formulas(kind, make_readings, tmp_path):
         (["r/seed_0", "r/seed_1"], ["seed_0", "seed_1"]),
         (["r/s0/few", f"r/s1/few/{FILE_NAME}"], ["s0/few", "s1/few"]),
         (["r/a", "r/a"], ["a (1)", "a (2)"]),
-        # Of one folder twice and another of its name: the parents tell two of them apart.
+        # One folder twice, and another of its name: the parents tell two of them apart.
         (["r/a", "q/a", "r/a"], ["r/a (1)", "q/a", "r/a (2)"]),
     ],
 )
@@ -503,7 +503,7 @@ def test_every_size_of_run_is_drawn_and_what_it_lacks_is_a_line(
 
 
 def test_pages_of_a_large_record_make_no_tags_of_all_values(make_readings, tmp_path, monkeypatch):
-    """Of a record of 5,000 readings of 8,000 values each microsecond of a value is 40 s."""
+    """In a record of 5,000 readings of 8,000 values, each microsecond of a value is 40 s."""
     run = write(tmp_path / "run", make_readings(layers=12, heads=16))
     monkeypatch.setattr("geomon.record.reading.tagged", lambda stacks: pytest.fail("all tags"))
     for command in COMMANDS.keys() - {"compare"}:
@@ -589,7 +589,7 @@ def test_bad_input_is_one_clear_line(arguments, words, run, make_readings, tmp_p
         ("figure", "a.png", "matplotlib.figure.Figure.savefig"),
     ],
 )
-def test_what_stood_there_stays_where_the_new_one_cannot_be_finished(
+def test_the_old_page_stays_if_the_new_one_cannot_be_finished(
     name, file, writes, run, tmp_path, monkeypatch
 ):
     def fill_up(*given, **more):

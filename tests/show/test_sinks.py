@@ -1,4 +1,4 @@
-"""What every sink keeps: each reading once, each alert, pictures at their times; and texts.
+"""Every sink shows each reading once, each alert, pictures at their times; and texts.
 
 W&B, which counts rows, has a file of its own.
 """
@@ -213,7 +213,7 @@ def test_a_card_that_fails_keeps_no_other_back_and_is_drawn_again_as_the_step_do
 
 @given(st.lists(st.floats(0.0, 3e3), min_size=1, max_size=30))
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_the_times_the_share_holds_and_the_end_is_whole(times):
+def test_the_share_of_time_holds_and_the_last_drawing_is_whole(times):
     with pytest.MonkeyPatch.context() as patch:
         drawn = Drawn(patch, seconds=1.0)
         for number, passed in enumerate(times):

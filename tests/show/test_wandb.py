@@ -88,7 +88,7 @@ def test_two_readings_of_one_step_are_two_rows():
     assert sorted(found) == sorted((s, v) for s in range(3) for v in (s + 0.1, 7.0))
 
 
-def test_what_fails_beside_a_row_of_the_training_is_a_warning(caplog):
+def test_an_error_in_the_row_of_a_reading_is_a_warning_and_the_training_has_its_row(caplog):
     class Broken(Run):
         def log(self, row, step=None, commit=None):
             if "loss" not in row:
@@ -263,7 +263,7 @@ SECTIONS = {
 }  # fmt: skip
 
 
-def test_offline_the_file_has_panels_in_sections_configuration_summary_and_alerts(
+def test_the_file_of_an_offline_run_has_panels_in_sections_configuration_summary_and_alerts(
     tmp_path, monkeypatch, make_readings
 ):
     import wandb

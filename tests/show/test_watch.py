@@ -22,7 +22,7 @@ from support.readings import raised_of, reading_of
 
 
 class Screens:
-    """What a terminal shows after each look at the files; between two looks something happens."""
+    """The screen of a terminal after each look at the files; between looks something happens."""
 
     def __init__(self, monkeypatch):
         self.terminal, self._monkeypatch = Terminal("utf-8"), monkeypatch
@@ -141,7 +141,7 @@ def test_a_record_is_followed_while_it_is_written(make_readings, tmp_path, scree
 
 
 HOST = socket.gethostname()
-# What is written in the lock of a record, and what is said of a run of two readings.
+# The text in the lock of a record, and the words on a run of two readings.
 LIVES = {
     None: "not training",
     f"process {os.getpid()} on {HOST}": "training, next reading near step 32 in 20 s",

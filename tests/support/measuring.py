@@ -18,6 +18,7 @@ from geomon.capture.snapshot import (
     SOURCES,
     CapturedView,
     Layer,
+    Part,
     PassInfo,
     Snapshot,
 )

@@ -5,19 +5,19 @@ from contextlib import contextmanager
 
 import pytest
 
-from geomon.capture import Window
+from geomon.capture.guard import Guard
 
 
 @contextmanager
 def no_own_errors() -> Iterator[list[str]]:
     """Fail where there was one, unless it was planted: who does that takes it out of the list."""
-    found, keep = list[str](), Window.on_failure
+    found, keep = list[str](), Guard.keep
 
-    def on_failure(window: Window, error: Exception) -> None:
+    def kept(guard: Guard, error: Exception) -> None:
         found.append(repr(error))
-        keep(window, error)
+        keep(guard, error)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Window, "on_failure", on_failure)
+        patch.setattr(Guard, "keep", kept)
         yield found
     assert found == []

@@ -49,7 +49,7 @@ class Watched:
         self.folder = options.get("directory", folder)
         self.memory = Shown(self.folder)
         for name in ("find_ranks", "join_ranks") if ranks is not None else ():
-            patch.setattr(f"geomon.monitor.monitor.{name}", lambda *given, **named: ranks())
+            patch.setattr(f"geomon.monitor.setup.{name}", lambda *given, **named: ranks())
         given = FEW | {"directory": folder, "sinks": [*sinks, self.memory]} | options
         self.monitor = Monitor(self.model, **given)
 

@@ -271,6 +271,8 @@ def test_a_checkpoint_that_fails_is_named_left_out_and_tried_again(run, scanned,
     assert counts == [1, 0]
     (named,) = [x.getMessage() for x in caplog.records if words in x.getMessage()]
     assert "\n" not in named
+    still_broken = scan_run(tmp_path, tmp_path / "scan")
+    assert [reading.step for reading in still_broken] == [4, 6]
     broken.write_bytes(whole)
     again = scan_run(tmp_path, tmp_path / "scan")
     assert [reading.step for reading in again] == [2, 4, 6]

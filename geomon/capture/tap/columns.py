@@ -331,7 +331,7 @@ class ElementOrigin:
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """Where the numbers of heads stand in projections, by shapes alone.
+    """Places of the numbers of heads in projections, by shapes alone.
 
     Tokens that are projected by the same weights form a *kind*. A model that has separate weights
     for image tokens, for example, has two.

@@ -1,8 +1,8 @@
 """Plans: what was understood of a block's call, for later calls that run the same operators.
 
 The first call of a block is followed operator by operator (`Learner`), which costs several times
-the block's own Python. What was asked meanwhile, and what was answered, is a plan. A later call in
-the same form goes along the plan (`Known`): it compares each operator with the plan's, keeps the
+the block's own Python. The questions asked meanwhile, with their answers, are a plan. A later call
+in the same form goes along the plan (`Known`): it compares each operator with the plan's, keeps the
 tensors that the plan names, and gives the same answers. A call that leaves its plan is not
 measured, and the next one is followed again. Calls that run the same operators with the same plain
 arguments are taken for alike: if a block exchanged its queries and keys from call to call without

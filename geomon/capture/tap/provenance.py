@@ -238,10 +238,8 @@ class Provenance:
         given, results = _placed(op.given), _placed(tensors_in((op.out,)))
         places, outputs = [place for place, _ in given], [place for place, _ in results]
         known = [self._tags[place] for place in places if place in self._tags]
-        for place in {*outputs} - {*places}:  # earlier contents are gone
-            self._tags.pop(place, None)
         self.outputs.at = self.at
-        self.outputs.leave({*outputs} - {*places})
+        self._forget_contents({*outputs} - {*places})
         fused = self._taken() if op.kind.role in ROUTES else None
         if not known or op.name.endswith("_like"):  # uses only the shape
             return
@@ -249,23 +247,36 @@ class Provenance:
             if op.name in _SCALINGS:
                 self._tags[places[0]] = self._scaled(known[0], op.name, op.args[1])
             return
-        factors: list[_Tags | None] = []
-        if op.name in FACTORS:
-            given_tags = [self._tags.get(storage_of(x) or 0) for x in op.args[:3]]
-            factors = given_tags[FACTORS[op.name] :]
-            tags = _multiplied(op, given_tags, self.at)
-        else:
-            tags = self._flowed(op, known)
-        tags = tags._replace(
-            of_tokens=any(each.of_tokens for each in known), weights=self._weights(op.name, known)
-        )
+        mixing = self._mixing(op) if fused is None else fused
+        tags = self._tags_of_result(op, known)
         self.outputs.follow(op, results)
         for place, result in results:
             self._tags[place] = tags._replace(made=find_origin(op, result, self))
-        if fused is not None:
-            self.outputs.begin(fused.outputs, op)
-        elif op.name in FACTORS and factors[0] is not None and factors[0].weights is not None:
-            self.outputs.begin(factors[0].weights[0].outputs, op)
+        if mixing is not None:
+            self.outputs.begin(mixing.outputs, op)
+
+    def _forget_contents(self, places: set[int]) -> None:
+        """Forget what storages held that an operator has filled anew."""
+        for place in places:
+            self._tags.pop(place, None)
+        self.outputs.leave(places)
+
+    def _mixing(self, op: Op) -> AttentionWeights | None:
+        """Return the softmax weights with which a matrix product mixes values, or None."""
+        if op.name not in FACTORS:
+            return None
+        left = self._tags.get(storage_of(op.args[FACTORS[op.name]]) or 0, _TOKENS)
+        return None if left.weights is None else left.weights[0]
+
+    def _tags_of_result(self, op: Op, known: Sequence[_Tags]) -> _Tags:
+        """Return what is known of an operator's result, apart from the origin of its elements."""
+        if op.name in FACTORS:
+            given = [self._tags.get(storage_of(x) or 0) for x in op.args[:3]]
+            tags = _multiplied(op, given, self.at)
+        else:
+            tags = self._flowed(op, known)
+        of_tokens = any(each.of_tokens for each in known)
+        return tags._replace(of_tokens=of_tokens, weights=self._weights(op.name, known))
 
     def _taken(self) -> AttentionWeights | None:
         """Return the weights that were expected, which are expected no more."""
@@ -282,13 +293,12 @@ class Provenance:
             weights = self._taken()
             return None if weights is None or name == "_log_softmax" else (weights, False)
         given = [each.weights for each in known if each.weights is not None]
-        if not given or name in FACTORS:
-            for weights, changed in given:
-                weights.changed = changed if weights.changed is None else weights.changed
-            return None
-        others = any(each.of_tokens and each.weights is None for each in known)
-        changed = name not in _KEEPING_WEIGHTS or others or any(was for _, was in given)
-        return given[0][0], changed
+        if given and name not in FACTORS:
+            changed = any(was for _, was in given) or _changes_weights(name, known)
+            return given[0][0], changed
+        for weights, changed in given:  # multiplied with values
+            weights.changed = changed if weights.changed is None else weights.changed
+        return None
 
     def _flowed(self, op: Op, known: Sequence[_Tags]) -> _Tags:
         """Return the products that flow on into a result, and their factor since."""
@@ -327,6 +337,12 @@ def _multiplied(op: Op, known: Sequence[_Tags | None], number: int) -> _Tags:
     product = Product(op.args[at], op.args[at + 1], factor, number, at)
     alpha = op.kwargs.get("alpha", 1.0)
     return _Tags((*summand.products, product), None if summand.products else alpha)
+
+
+def _changes_weights(name: str, known: Sequence[_Tags]) -> bool:
+    """Whether an operator changes the softmax weights among its arguments."""
+    others = any(each.of_tokens and each.weights is None for each in known)
+    return others or name not in _KEEPING_WEIGHTS
 
 
 def _placed(tensors: Iterable[Tensor]) -> list[tuple[int, Tensor]]:

@@ -93,8 +93,8 @@ def _convolved(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
     made = known.made_of(values)
     if made is None:
         return None
-    # Where a filter makes more places than there are, the first of them are those of the tokens, as
-    # a causal filter is used; where it makes fewer, padding was put before the tokens.
+    # If a filter makes more places than there are, the first of them belong to the tokens, as a
+    # causal filter is used; if it makes fewer, padding was put before the tokens.
     more = [own - other for own, other in zip(out.shape, values.shape, strict=True)][2:]
     start = (0, 0, *(min(size, 0) for size in more))
     moves = any(size > 0 for size in more) or any(step != 1 for step in strides)

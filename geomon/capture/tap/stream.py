@@ -12,9 +12,9 @@ from geomon.capture.tap.columns import Projection, find_rows
 from geomon.capture.tap.operators import SUMS, Op, tensors_in
 from geomon.capture.tap.provenance import Provenance
 
-# What is known of a tensor that was made from the last block's input or output ("given",
-# "returned"): whether the input is in it, number by number (scaled, normalised, through dropout
-# ...), and whether something that was made from the output was added to that.
+# Marks of a tensor that was made from the last block's input or output ("given", "returned"):
+# whether the input is in it, number by number (scaled, normalised, through dropout ...), and
+# whether something that was made from the output was added to that.
 _IN_PLACE = {"input", "sum"}
 
 

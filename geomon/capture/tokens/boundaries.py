@@ -109,7 +109,7 @@ def find_odd_places(
         if same.double().mean() > 1 / 2:
             return OddPlaces(argument.name, None)
         steps = values.diff(dim=1)[both]
-        # Where rows begin with padding, its positions or those of tokens begin at 0.
+        # If rows begin with padding, either its positions or the tokens' begin at 0.
         first = values.gather(1, tokens.int().argmax(dim=1, keepdim=True)).flatten()
         begin = torch.stack([values[:, 0], first])[:, tokens.any(dim=1)]
         is_usual = torch.isin(begin, torch.tensor(_STARTS, device="cpu")).any()

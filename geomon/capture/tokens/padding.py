@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from geomon.capture.tokens import visibility
 from geomon.failures import ignored
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 
 Shape = tuple[int, ...]
 
@@ -184,11 +185,19 @@ class Padding:
             source = f", going by {found.name}" if found.name == HIDDEN_KEYS else ""
             text = "padding, {percent:.0f} % of the tokens, was left out{source}"
             numbers: dict[str, float | str] = {"percent": percent, "source": source}
-            return [Note("padding", text, stack, numbers=numbers)] if percent > 0 else []
-        empty = {x.name: _EMPTY for x in self._given if _fits(x.valid, shape) and not x.of_keys}
-        unread = {x: _MAY_COUNT for x, values in self._unread.items() if _may_pad(values, shape)}
-        texts = [text.format(name=name) for name, text in (empty | unread).items()]
-        return [Note(text, text, stack) for text in texts]
+            return [Note(NoteKind.PADDING, text, stack, numbers=numbers)] if percent > 0 else []
+        empty = {x.name for x in self._given if _fits(x.valid, shape) and not x.of_keys}
+        unread = [x for x, values in self._unread.items() if _may_pad(values, shape)]
+        return [
+            *(
+                Note(NoteKind.MASK_WITHOUT_TOKENS, _EMPTY.format(name=name), stack, about=name)
+                for name in sorted(empty - {*unread})
+            ),
+            *(
+                Note(NoteKind.PADDING_MAY_COUNT, _MAY_COUNT.format(name=name), stack, about=name)
+                for name in unread
+            ),
+        ]
 
     def _find(self, shape: Shape, role: str) -> _NamedMask | None:
         """Find the mask to use: the innermost module's mask comes first, the attention's last."""

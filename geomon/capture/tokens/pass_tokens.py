@@ -28,6 +28,7 @@ from geomon.capture.tokens.padding import Padding
 from geomon.capture.tokens.sampling import RowSampler, SampledRows
 from geomon.capture.tokens.token_ids import TokenIds, checksum, no_positions
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 
 Shape = tuple[int, ...]
 
@@ -61,7 +62,7 @@ def once(method: Method) -> Method:
 
 
 class KnownTokens:
-    """What is known of the tokens of a pass at one time.
+    """Everything known of the tokens of a pass at one time.
 
     Args:
         shape: Shape of the hidden states that entered the first block, without the width.
@@ -144,6 +145,12 @@ class KnownTokens:
         return self.shape if streams is None else streams[0]
 
     @property
+    @once
+    def inverted_mask(self) -> str | None:
+        """Error text if a mask marks as tokens exactly what attention hides, else None."""
+        return self.padding.contradiction(self.batch)
+
+    @property
     def _turned(self) -> bool:
         """Whether token ids are [batch, length] but hidden states are [length, batch, width]."""
         return self.ids.turned(self.shape)
@@ -215,7 +222,7 @@ class KnownTokens:
             return []
         text = _REPEATED if found.start is None else _STARTED
         numbers: dict[str, int | float | str] = {"name": found.name, "start": found.start or 0}
-        return [Note("odd positions", text, stack, numbers=numbers, is_odd=True)]
+        return [Note(NoteKind.ODD_POSITIONS, text, stack, numbers=numbers, is_odd=True)]
 
     def _packed_by_attention(self, shape: Shape) -> Sequences | None:
         """Return the sequences that attention separates in the single row of a batch.
@@ -253,15 +260,16 @@ class KnownTokens:
     # -- what is said of them --------------------------------------------------------------------
 
     @once
-    def remarks(self, shape: Shape) -> list[str]:
+    def remarks(self, shape: Shape) -> list[tuple[NoteKind, str]]:
         """List remarks for a reader of the numbers on hidden states of this shape."""
         streams = self._streams(shape)
-        found = [_LENGTHS_DIFFER] if self.loses_padding(shape) else []
-        return found + (
-            []
-            if streams is None
-            else [_STREAMS.format(streams=math.prod(shape) // math.prod(streams[0]))]
-        )
+        found = []
+        if self.loses_padding(shape):
+            found.append((NoteKind.PADDING_OF_OTHER_LENGTH, _LENGTHS_DIFFER))
+        if streams is not None:
+            count = math.prod(shape) // math.prod(streams[0])
+            found.append((NoteKind.STREAMS, _STREAMS.format(streams=count)))
+        return found
 
     def notes(self, stack: str) -> list[Note]:
         """Make the notes on tokens for a reader of the numbers."""
@@ -271,7 +279,7 @@ class KnownTokens:
         notes = self.padding.notes(self.batch, stack)
         if packed is not None and self._streams(self.shape) is None:
             numbers = {"source": packed.source}
-            notes.append(Note("packed sequences", _PACKED, stack, numbers=numbers))
+            notes.append(Note(NoteKind.PACKED, _PACKED, stack, numbers=numbers))
         return notes + (self._odd_places(stack) if packed is None else [])
 
 
@@ -330,6 +338,11 @@ class PassTokens:
         """Remember the shape of the first hidden states, without the width."""
         self.shape = shape
         self.ids.begin()
+
+    def unfolded(self, shape: Shape) -> Shape:
+        """Return the shape of rows where they enter the stack, in case a block flattens them."""
+        flattened = shape != self.shape[::-1] and math.prod(shape) == math.prod(self.shape)
+        return self.shape if flattened else shape
 
     def known(self, attended: Sequence[Shape] = (), begins: Tensor | None = None) -> KnownTokens:
         """Return what is known by now, and from attention if the pass is over."""

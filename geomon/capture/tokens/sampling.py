@@ -14,6 +14,7 @@ from geomon.capture import apart
 from geomon.capture.snapshot import query_places, whole_sequences
 from geomon.capture.storage import send
 from geomon.note import Note
+from geomon.note_kinds import NoteKind
 
 # Query rows per layer from which attention is measured: a mean entropy with a spread of 1 nat then
 # has a standard error of 0.03.
@@ -215,7 +216,7 @@ class MemoryLimit:
             "(max_capture_mb)"
         )
         numbers = {"rows": self.sampler.max_rows, "asked": self._asked, "limit": self._max_mb}
-        return [Note("rows thinned for memory", text, numbers=numbers)]
+        return [Note(NoteKind.ROWS_THINNED, text, numbers=numbers)]
 
 
 @torch.no_grad()

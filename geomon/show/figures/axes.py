@@ -16,8 +16,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from geomon.analysis import single_source
-from geomon.record import Readings
-from geomon.record.printable import printable
+from geomon.record import Readings, printable
 from geomon.show.collect import furthest_loss
 from geomon.show.colours import GREY, GRID, NOTHING, PURPLE, SIGNED, UNSIGNED
 from geomon.show.panels import AXES, Line, Lines, Matrix, StepAxis
@@ -274,7 +273,8 @@ def draw_matrix(place: Axes, panel: Matrix) -> Any:
 def add_bar(mesh: Any, panel: Matrix, places: Sequence[Axes]) -> None:
     """Add a colour bar for the matrices of one row of panels."""
     bar = places[0].figure.colorbar(mesh, ax=places, pad=0.02)
-    bar.set_label(literal(panel.label) + "\nlogarithmic" * panel.is_logarithmic, fontsize=9)
+    scale = "\nlogarithmic" if panel.is_logarithmic else ""
+    bar.set_label(literal(panel.label) + scale, fontsize=9)
     bar.ax.tick_params(labelsize=8.5, length=2)
     bar.outline.set_visible(False)
     if panel.is_logarithmic:

@@ -8,8 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from geomon.analysis.chance import heads_limit
-from geomon.analysis.profile import bulge, peak_depth
+from geomon.analysis import bulge, heads_limit, peak_depth
 from geomon.record import Readings
 from geomon.show import collect
 from geomon.show.colours import BLUE, GREY, VERMILLION

@@ -15,9 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from geomon.analysis import curve_of
-from geomon.analysis.compare import Difference
-from geomon.analysis.quantities import quantities_of
+from geomon.analysis import Difference, curve_of, quantities_of
 from geomon.record import Readings
 from geomon.show import collect
 from geomon.show.colours import BLUE, GREY, VERMILLION

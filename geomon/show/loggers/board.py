@@ -11,11 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geomon.advice import to_install
-from geomon.analysis.facts import FactLog
-from geomon.record import RaisedAlert, Reading, Readings, Sink
-from geomon.record.columns import texts_of
-from geomon.record.headline import HEADLINE, Detail, check_detail
-from geomon.record.sinks import LoggerSink
+from geomon.analysis import FactLog
+from geomon.record import (
+    HEADLINE,
+    Detail,
+    LoggerSink,
+    RaisedAlert,
+    Reading,
+    Readings,
+    Sink,
+    check_detail,
+    texts_of,
+)
 from geomon.show.loggers.parts import Page, Pages, Part, Pictures, RunDrawer
 from geomon.show.settings import setting_words
 from geomon.show.tables import run_words
@@ -177,7 +184,7 @@ class BoardText(RunDrawer):
         self._writers = writers
         self._described: Mapping[str, Any] | None = None
         self._facts = FactLog()
-        self._noted: set[tuple[str, str]] = set()
+        self._noted: set[str] = set()
 
     def describe(self, description: Mapping[str, Any]) -> None:
         """Keep the description of the run until the first reading."""
@@ -193,7 +200,7 @@ class BoardText(RunDrawer):
             if healthy := [f"{text.title}: {text.healthy}" for text in texts if text.healthy]:
                 self._post("2 what is healthy", _bullets(healthy), reading.step)
             self._described = None
-        kinds = {(note.stack, note.kind): note for note in reading.notes if not note.is_alert}
+        kinds = {note.key: note for note in reading.notes if not note.is_alert}
         if new := [str(note) for kind, note in kinds.items() if kind not in self._noted]:
             self._post("3 notes", _bullets(new), reading.step)
         self._noted |= kinds.keys()

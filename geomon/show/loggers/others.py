@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geomon.record import RaisedAlert, Sink
-from geomon.record.headline import HEADLINE, Detail
-from geomon.record.sinks import LoggerSink
+from geomon.record import HEADLINE, Detail, LoggerSink, RaisedAlert, Sink
 from geomon.show.loggers.parts import Page, Pages, Pictures, Post
 
 # Number of values that MLflow accepts at once.

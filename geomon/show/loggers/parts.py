@@ -11,8 +11,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from geomon.failures import failures
-from geomon.record import RaisedAlert, Reading, Readings, Sink
-from geomon.record.sinks import AlertSink, DescribedSink
+from geomon.record import AlertSink, DescribedSink, RaisedAlert, Reading, Readings, Sink
 from geomon.show.collect import BY_HEAD, BY_LAYER, DIMENSIONS, cards_of
 from geomon.show.panels import Lines, Matrix
 

@@ -10,12 +10,20 @@ from importlib.util import find_spec
 from typing import Any
 
 from geomon.advice import to_install
-from geomon.analysis.facts import FactLog
+from geomon.analysis import FactLog
 from geomon.failures import failures
-from geomon.record import RaisedAlert, Reading, Readings, Sink, tags
-from geomon.record.columns import texts_of
-from geomon.record.headline import HEADLINE, Charts, Detail
-from geomon.record.sinks import ALERTS
+from geomon.record import (
+    ALERTS,
+    HEADLINE,
+    Charts,
+    Detail,
+    RaisedAlert,
+    Reading,
+    Readings,
+    Sink,
+    tags,
+    texts_of,
+)
 from geomon.show.loggers.others import Alerts
 from geomon.show.loggers.parts import Page, Pages, Part, RunDrawer
 
@@ -101,20 +109,13 @@ class WandBRows:
         self._charts = Charts(detail)
         self.named = self._charts.named
         self.alerts = 0  # so far
-        self._run: Any = None
+        self._target = _TargetRun(run)
         self._by_step = by_step
-        # Whether others pass a step with their rows; None until they have logged something.
-        self._numbered: bool | None = None
-        self._waiting: deque[dict[str, Any]] = deque()  # rows that are not logged yet
-        self._free = 0  # first row number that no reading uses
-        self._is_logging = False
-        self._was_finished = False
+        self._rows: _FreeRows | None = None  # until there is a run
         self._defined: set[str] = set()
-        self._flushed_by_run = False
-        self._unfollow: Callable[[], None] = lambda: None
         self._description: dict[str, Any] | None = None
         if run is not None:
-            self._follow(run)
+            self._follow()
 
     def describe(self, description: Mapping[str, Any]) -> None:
         """Write the description of the run and the healthy range of each metric into the config."""
@@ -139,26 +140,92 @@ class WandBRows:
 
         A finished run answers nothing, and would be waited for at each reading.
         """
-        if self._run is None:
-            import wandb
-
-            if wandb.run is not None:
-                self._follow(wandb.run)
-        is_finished = getattr(self._run, "_is_finished", False)
-        if is_finished and not self._was_finished:
-            log.warning("W&B: the run was finished, so later readings are not shown there")
-        self._was_finished = is_finished
-        return None if is_finished or getattr(self._run, "disabled", False) else self._run
+        if self._target.find():
+            self._follow()
+        return self._target.open_run()
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Log numbers or plotly charts of a reading by name."""
-        if self.run is None:
+        run = self.run
+        if run is None or self._rows is None:
             return
         for name in values.keys() - self._defined:  # a glob yields to the training's own
             self._defined.add(name)
             # The ends of the interval are hidden: a chart draws them as a band.
-            self._run.define_metric(name, step_metric=_STEP, hidden=self._charts.is_end(name))
-        self._waiting.append({**values, _STEP: step})
+            run.define_metric(name, step_metric=_STEP, hidden=self._charts.is_end(name))
+        self._rows.add({**values, _STEP: step}, step)
+
+    def close(self) -> None:
+        """Log waiting rows, unless this happens when the owner finishes the run."""
+        if self._rows is not None:
+            self._rows.close()
+
+    def _follow(self) -> None:
+        """Begin to watch the run that was found."""
+        run = self._target.open_run()
+        if run is not None:
+            self._rows = _FreeRows(self._target, by_step=self._by_step)
+            run.define_metric(_STEP, hidden=True)
+            self._configure()
+
+    def _configure(self) -> None:
+        if self._target.run is not None and self._description is not None:
+            description = {"geomon": self._description}
+            self._target.run.config.update(description, allow_val_change=True)
+
+
+class _TargetRun:
+    """W&B run that may not be there yet, and may end at any time.
+
+    Attributes:
+        run: The given or active run, or None if there was none so far.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+        self._was_finished = False
+
+    def find(self) -> bool:
+        """Take the active run if there was none so far; return whether one was found now."""
+        if self.run is not None:
+            return False
+        import wandb
+
+        self.run = wandb.run
+        return self.run is not None
+
+    def open_run(self) -> Any:
+        """Return the run, or None if it is disabled or finished; warn once if it is finished."""
+        is_finished = getattr(self.run, "_is_finished", False)
+        if is_finished and not self._was_finished:
+            log.warning("W&B: the run was finished, so later readings are not shown there")
+        self._was_finished = is_finished
+        return None if is_finished or getattr(self.run, "disabled", False) else self.run
+
+
+class _FreeRows:
+    """Rows of readings in a run that others log to, under numbers that others do not use.
+
+    Args:
+        target: The run, which is open.
+        by_step: Whether other code numbers its rows by training step or not at all.
+    """
+
+    def __init__(self, target: _TargetRun, *, by_step: bool) -> None:
+        self._target, self._run = target, target.run
+        self._by_step = by_step
+        # Whether others pass a step with their rows; None until they have logged something.
+        self._numbered: bool | None = None
+        self._waiting: deque[dict[str, Any]] = deque()  # rows that are not logged yet
+        self._free = 0  # first row number that no reading uses
+        self._is_logging = False
+        self._flushed_by_run = _call_at_finish(self._run, self._end)
+        atexit.register(self._end)  # an unfinished run ends with the program
+        self._unwatch = self._watch()
+
+    def add(self, row: dict[str, Any], step: int) -> None:
+        """Log the row of a reading now or when a number is free."""
+        self._waiting.append(row)
         is_free = self._by_step and self._numbered is None
         self._fill(max(self._run.step, step) if is_free else self._run.step)
         if len(self._waiting) == _MANY_WAITING and self._numbered is None and not self._by_step:
@@ -172,18 +239,9 @@ class WandBRows:
         if not self._flushed_by_run or not self._waiting:
             self._end()
 
-    def _follow(self, run: Any) -> None:
-        self._run = run
-        if self.run is None:
-            return
-        self._flushed_by_run = _call_at_finish(run, self._end)
-        atexit.register(self._end)  # an unfinished run ends with the program
-        self._unfollow = self._watch_rows(run)
-        run.define_metric(_STEP, hidden=True)
-        self._configure()
-
-    def _watch_rows(self, run: Any) -> Callable[[], None]:
+    def _watch(self) -> Callable[[], None]:
         """Wrap the private function behind `run.log`, for lack of a hook; return how to undo it."""
+        run = self._run
         original = getattr(run, "_log", None)
         if original is None:
             return lambda: None
@@ -219,13 +277,9 @@ class WandBRows:
     def _end(self) -> None:
         """Log waiting rows and remove all hooks from the run."""
         atexit.unregister(self._end)
-        if self._waiting and self.run is not None:
+        if self._waiting and self._target.open_run() is not None:
             self._attempt(self._flush)  # W&B may already be torn down
-        self._unfollow()
-
-    def _configure(self) -> None:
-        if self._run is not None and self._description is not None:
-            self._run.config.update({"geomon": self._description}, allow_val_change=True)
+        self._unwatch()
 
     def _fill(self, last: int) -> None:
         """Log waiting readings under free row numbers, from the open row to `last`."""

@@ -12,13 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from geomon.analysis import Curve, Fact, facts_of, null_of, single_source, summarise
-from geomon.analysis.alerts import first_alerts
-from geomon.analysis.quantities import Quantity, quantities_of
-from geomon.analysis.summary import alert_sentences
-from geomon.record import Readings
-from geomon.record.columns import MetricText
-from geomon.record.printable import printable
+from geomon.analysis import (
+    Curve,
+    Fact,
+    Quantity,
+    alert_sentences,
+    facts_of,
+    first_alerts,
+    null_of,
+    quantities_of,
+    single_source,
+    summarise,
+)
+from geomon.record import MetricText, Readings, printable
 from geomon.show.collect import (
     DIMENSIONS,
     alerts_of,
@@ -115,50 +121,79 @@ def build_panels(
     Colours stand for runs, or for the lines of a panel if there is one run.
     """
     selected = {name: Readings(run.runs, single_source(run)) for name, run in runs.items()}
-    first, *more = selected.values()
-    present: dict[str, Quantity] = {}
-    curves: list[dict[str, Curve]] = []
-    for readings in selected.values():
-        listed = quantities_of(readings)
-        drawn = {tag: thin(each.curve(readings)) for tag, each in listed.items()}
-        curves.append({tag: curve for tag, curve in drawn.items() if curve})
-        present |= {tag: listed[tag] for tag in curves[-1] if tag not in present}
-    series = _series_of(runs, curves)
-    steps = sorted({step for each in curves for curve in each.values() for step in curve.steps})
-    alerts = [] if more else alerts_of(*runs.values())
-
-    def panel(quantities: Sequence[Quantity], label: str) -> Lines:
-        found = []
-        for place, quantity in enumerate(quantities):
-            below = quantity.name if len(quantities) > 1 else ""
-            kind, looks = ("dash", _DASHES) if more else ("colour", SERIES)
-            look: dict[str, Any] = {kind: looks[place % len(looks)]}
-            for name, lines in series:
-                words = ": ".join(filter(None, (name * bool(more), below))) if name else ""
-                if quantity.tag in lines:
-                    found.append(replace(lines[quantity.tag], name=words, **look))
-        one = quantities[0]
-        has_null = not more and len(quantities) == 1 and one.has_null
-        null = null_of(first, one.metric) if has_null else None
-        usual = _usual(first.text_of(one.metric)) if one.chart else None
-        made = Lines(label, found, null=null, alerts=alerts, usual=usual, covers=steps)
-        return to_logarithm(made) if one.metric in DIMENSIONS else made
-
-    groups: dict[str, list[Quantity]] = {}
-    for each in present.values():
-        groups.setdefault(each.chart, []).append(each)
-    others = sorted(groups.pop("", ()), key=lambda each: (not each.tag.endswith("/mean"), each.tag))
-    for place, (chart, group) in enumerate(groups.items()):
-        title, healthy = group[0].words, first.text_of(group[0].metric).healthy
-        title = chart if len(group) > 1 else title
-        lines = panel(group, group[0].unit)
-        yield "training" if place else "lead", title, printable(healthy), {title: lines}
+    drawn = _Courses(runs, selected)
+    charts: dict[str, list[Quantity]] = {}
+    for each in drawn.quantities.values():
+        charts.setdefault(each.chart, []).append(each)
+    others = charts.pop("", [])
+    for place, (chart, group) in enumerate(charts.items()):
+        title = chart if len(group) > 1 else group[0].words
+        lines = drawn.panel(group, group[0].unit)
+        yield "training" if place else "lead", title, drawn.healthy(group[0]), {title: lines}
     yield "training", BEFORE, "", _before_alerts(runs)
-    yield "training", OTHERS, "", {each.title: panel([each], each.label) for each in others}
+    others.sort(key=lambda each: (not each.tag.endswith("/mean"), each.tag))
+    yield "training", OTHERS, "", {each.title: drawn.panel([each], each.label) for each in others}
     depth, maps, heads = _depth(selected, _colours(runs))
     yield "depth", "At several steps", "", depth
     yield "depth", "By layer and step", "", maps
     yield "depth", "By layer and head", "", heads
+
+
+class _Courses:
+    """Curves of all runs over training, from which panels are drawn.
+
+    Args:
+        runs: All readings of each run.
+        selected: One reading per step of each run.
+
+    Attributes:
+        quantities: Quantities with a curve in some run, by tag.
+    """
+
+    def __init__(self, runs: Runs, selected: Runs) -> None:
+        self._first, *more = selected.values()
+        self._is_comparison = bool(more)
+        self._alerts = [] if more else alerts_of(*runs.values())
+        self.quantities: dict[str, Quantity] = {}
+        curves: list[dict[str, Curve]] = []
+        for readings in selected.values():
+            listed = quantities_of(readings)
+            drawn = {tag: thin(each.curve(readings)) for tag, each in listed.items()}
+            curves.append({tag: curve for tag, curve in drawn.items() if curve})
+            for tag in curves[-1]:
+                self.quantities.setdefault(tag, listed[tag])
+        self._series = _series_of(runs, curves)
+        steps = {step for each in curves for curve in each.values() for step in curve.steps}
+        self._steps = sorted(steps)
+
+    def healthy(self, quantity: Quantity) -> str:
+        """Return the words on a quantity in healthy runs."""
+        return printable(self._first.text_of(quantity.metric).healthy)
+
+    def panel(self, quantities: Sequence[Quantity], label: str) -> Lines:
+        """Draw quantities in one panel, with the null and the healthy range of the first one."""
+        one, is_alone = quantities[0], len(quantities) == 1
+        lines = [
+            line
+            for place, quantity in enumerate(quantities)
+            for line in self._lines(quantity, place, below="" if is_alone else quantity.name)
+        ]
+        has_null = is_alone and one.has_null and not self._is_comparison
+        made = Lines(
+            label, lines, alerts=self._alerts, covers=self._steps,
+            null=null_of(self._first, one.metric) if has_null else None,
+            usual=_usual(self._first.text_of(one.metric)) if one.chart else None,
+        )  # fmt: skip
+        return to_logarithm(made) if one.metric in DIMENSIONS else made
+
+    def _lines(self, quantity: Quantity, place: int, below: str) -> Iterator[Line]:
+        """Yield the line of a quantity in each series, the lines at one place alike."""
+        dash, colour = _DASHES[place % len(_DASHES)], SERIES[place % len(SERIES)]
+        look: dict[str, Any] = {"dash": dash} if self._is_comparison else {"colour": colour}
+        for name, lines in self._series:
+            if quantity.tag in lines:
+                words = ": ".join(filter(None, (name, below))) if self._is_comparison else below
+                yield replace(lines[quantity.tag], name=words if name else "", **look)
 
 
 def _before_alerts(runs: Runs) -> dict[str, Lines]:
@@ -191,8 +226,8 @@ def _series_of(
         means = {
             tag: _mean([curves[index][tag] for index in group], colours[group[0]]) for tag in common
         }
-        said = ", ".join(names[index] for index in group[:4])
-        series.append((f"mean of {said}{', ...' * (len(group) > 4)}", means))
+        said = [names[index] for index in group[:4]] + (["..."] if len(group) > 4 else [])
+        series.append((f"mean of {', '.join(said)}", means))
     return series
 
 
@@ -283,12 +318,12 @@ def _seed_groups(runs: Runs) -> list[list[int]]:
 
 def _notes(readings: Readings) -> list[dict[str, Any]]:
     """List remarks on the record and notes of readings, each kind of note once."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for reading in readings:
         for note in reading.notes:
             if not note.is_alert:
-                first = found.get((note.stack, note.kind), {"first": reading.step, "count": 0})
-                found[note.stack, note.kind] = {
+                first = found.get(note.key, {"first": reading.step, "count": 0})
+                found[note.key] = {
                     "text": printable(note.words()), "first": first["first"], "last": reading.step,
                     "count": first["count"] + 1,
                 }  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from geomon.advice import to_install
-from geomon.record.printable import printable
+from geomon.record import printable
 from geomon.show.report.content import BEFORE, OTHERS, Runs, build_content, build_panels
 from geomon.version import __version__
 
@@ -52,7 +52,7 @@ def render(runs: Runs) -> str:
             {
                 "section": section,
                 "title": title[:1].upper() + title[1:],
-                "wide": " wide" * (section == "lead" or title in (OTHERS, BEFORE)),
+                "wide": " wide" if section == "lead" or title in (OTHERS, BEFORE) else "",
                 "healthy": healthy,
                 "name": f"chart-{place}",
                 "choices": [name for name, *_ in chart.layout.meta or ()],

@@ -9,7 +9,7 @@ from rich.color import Color
 from rich.text import Text
 
 from geomon.advice import to_install
-from geomon.record.printable import printable
+from geomon.record import printable
 from geomon.show.panels import Lines, StepAxis
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish, as far as they are light

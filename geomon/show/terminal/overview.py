@@ -6,12 +6,15 @@ import time
 from collections.abc import Iterator, Sequence
 
 from geomon.advice import to_install
-from geomon.analysis import facts_of, single_source
-from geomon.analysis.alerts import first_alerts
-from geomon.analysis.numbers import number
-from geomon.analysis.summary import alert_sentences, bands_so_far
-from geomon.record import Reading, Readings
-from geomon.record.printable import printable
+from geomon.analysis import (
+    alert_sentences,
+    bands_so_far,
+    facts_of,
+    first_alerts,
+    number,
+    single_source,
+)
+from geomon.record import Reading, Readings, printable
 from geomon.show.collect import furthest_loss
 from geomon.show.tables import short_title, watched
 
@@ -40,13 +43,7 @@ def view(
     """
     whole = readings if isinstance(readings, Readings) else Readings([], list(readings))
     remarks = [safe(remark, "red") for remark in whole.remarks()]
-    kinds = ", ".join(f"{each.alert.kind} at step {each.step:,}" for each in first_alerts(whole))
-    brief = [f"Alerts: {kinds}"] if kinds else []
-    alerts = [
-        safe(f"  {line}" if place else line, "dim" if place else "red")
-        for words in (brief if is_brief else alert_sentences(whole))
-        for place, line in enumerate(words.split("\n"))
-    ]
+    alerts = [*_alerts(whole, is_brief=is_brief)]
     selected = Readings(whole.runs, single_source(whole))
     if not selected:
         return Group(safe("no readings yet", "dim"), *alerts, *remarks)
@@ -55,10 +52,28 @@ def view(
         table.add_column(no_wrap=no_wrap)
     for label, value, line, after in _rows(selected, is_brief=is_brief):
         table.add_row(safe(label), safe(value, "bold"), safe(line, "blue"), safe(after, "dim"))
-    notes = [note.words() for note in selected[-1].notes if not (note.is_alert or is_brief)]
+    notes = [] if is_brief else _last_note(selected[-1])
+    return Group(_first_line(selected, state, is_brief=is_brief), *alerts, table, *notes, *remarks)
+
+
+def _alerts(readings: Readings, *, is_brief: bool) -> Iterator[Text]:
+    """Yield the lines of alerts: a sentence and what to do for each kind, or one line for all."""
+    said = alert_sentences(readings)
+    if is_brief and said:
+        first = first_alerts(readings)
+        kinds = ", ".join(f"{each.alert.kind} at step {each.step:,}" for each in first)
+        said = [f"Alerts: {kinds}"]
+    for words in said:
+        first_line, *others = words.split("\n")
+        yield safe(first_line, "red")
+        yield from (safe(f"  {line}", "dim") for line in others)
+
+
+def _last_note(reading: Reading) -> list[Text]:
+    """Return the last note of a reading, and how many more it has."""
+    notes = [note.words() for note in reading.notes if not note.is_alert]
     more = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
-    last = [safe(f"note{more}: {' '.join(notes[-1].split())}", "dim")] if notes else []
-    return Group(_first_line(selected, state, is_brief=is_brief), *alerts, table, *last, *remarks)
+    return [safe(f"note{more}: {' '.join(notes[-1].split())}", "dim")] if notes else []
 
 
 def _first_line(readings: Readings, state: str, *, is_brief: bool) -> Text:

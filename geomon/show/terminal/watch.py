@@ -7,10 +7,8 @@ from itertools import cycle
 from pathlib import Path
 
 from geomon.advice import to_install
-from geomon.analysis import null_of, single_source
-from geomon.analysis.quantities import Quantity, quantities_of
-from geomon.record import Follower, Readings, read
-from geomon.record.printable import printable
+from geomon.analysis import Quantity, null_of, quantities_of, single_source
+from geomon.record import Follower, Readings, printable, read
 from geomon.show.collect import alerts_of, line_of
 from geomon.show.colours import DASHES
 from geomon.show.panels import Lines, thin
@@ -190,10 +188,7 @@ def _overviews(runs: Sequence[Watched], *, is_brief: bool) -> Iterator[Renderabl
 
 def _choose(runs: Sequence[Watched], metric: str | None, layer: int | None) -> Quantity | None:
     """Choose the quantity of the chart; return None before anything was measured."""
-    tags: dict[str, Quantity] = {}
-    for one in (each for run in runs for each in run.quantities.values()):
-        # A mean over layers comes before other values of a metric.
-        tags.setdefault("/".join(filter(None, (one.metric, one.part))), one)
+    tags = _drawable(runs)
     if not tags:
         return None
     if metric is not None and metric not in tags:
@@ -207,11 +202,21 @@ def _choose(runs: Sequence[Watched], metric: str | None, layer: int | None) -> Q
     return found
 
 
+def _drawable(runs: Sequence[Watched]) -> dict[str, Quantity]:
+    """List the quantities of all runs by metric and part."""
+    tags: dict[str, Quantity] = {}
+    for run in runs:
+        for one in run.quantities.values():
+            # A mean over layers comes before other values of a metric.
+            tags.setdefault("/".join(filter(None, (one.metric, one.part))), one)
+    return tags
+
+
 def _over_steps(runs: Sequence[Watched], quantity: Quantity, layer: int | None) -> Lines:
     """Build the panel of a quantity over steps with a line for each run."""
     curves = [(run, quantity.curve(run.readings, layer)) for run in runs]
     lines = [
-        line_of(thin(curve), run.name * (len(runs) > 1), run.colour, dash=run.dash)
+        line_of(thin(curve), run.name if len(runs) > 1 else "", run.colour, dash=run.dash)
         for run, curve in curves
         if curve
     ]

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geomon.record.printable import printable
+from geomon.record.safe_text import printable
 
 
 @given(st.text())

@@ -2,14 +2,13 @@
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from geomon.analysis.curves import measured, single_source
 from geomon.analysis.phase import Point, change_between
 from geomon.analysis.quantities import Quantity, quantities_of
-from geomon.record import Reading, Readings, tags
-from geomon.record.columns import NAN, student
+from geomon.record import NAN, Reading, Readings, student, tags
 
 # Values whose relative difference is at most this are equal: with different threads, the same run
 # adds its sums in a different order.
@@ -108,27 +107,36 @@ def compare(
         ValueError: If a run was not read at its given step; without given steps, if the runs lack
             values at near steps, or have them only at step 0.
     """
-    runs = [{reading.step: reading for reading in single_source(run)} for run in (first, second)]
-    for run, asked, name in zip(runs, steps or (), ("first", "second"), strict=False):
-        if asked not in run:
-            raise ValueError(
-                f"the {name} run has no reading at step {asked:,}; the nearest is at step "
-                f"{min(run, key=lambda step: abs(step - asked)):,}"
-            )
-    compared = [
-        difference
-        for quantity in quantities_of(first).values()
-        if _is_compared(quantity)
-        if (at := steps or _last_near(*(quantity.curve(run.values()).steps for run in runs)))
-        for difference in _differences(quantity, runs[0][at[0]], runs[1][at[1]])
-    ]
-    trained = min(max(run, default=0) for run in runs)
-    if not compared or (not steps and trained and not any(each.step for each in compared)):
+    runs = [_by_step(run) for run in (first, second)]
+    if steps is not None:
+        _check_read(runs, steps)
+    compared: list[Difference] = []
+    for quantity in filter(_is_compared, quantities_of(first).values()):
+        curves = [quantity.curve(run.values()) for run in runs]
+        if at := steps or _last_near(curves[0].steps, curves[1].steps):
+            compared += _differences(quantity, runs[0][at[0]], runs[1][at[1]])
+    is_trained = min(max(run, default=0) for run in runs) > 0
+    is_late = any(each.step for each in compared)
+    if not compared or not (steps or is_late or not is_trained):
         raise ValueError(
             "the runs have no values at steps near one another (10 %) once they train: name a step "
             "of each run (--steps A:B), or compare runs of the same schedule"
         )
     return compared
+
+
+def _by_step(readings: Readings) -> dict[int, Reading]:
+    return {reading.step: reading for reading in single_source(readings)}
+
+
+def _check_read(runs: Sequence[Mapping[int, Reading]], steps: Sequence[int]) -> None:
+    """Raise ValueError unless each run, as readings by step, was read at its step."""
+    for run, asked, name in zip(runs, steps, ("first", "second"), strict=True):
+        if asked not in run:
+            raise ValueError(
+                f"the {name} run has no reading at step {asked:,}; the nearest is at step "
+                f"{min(run, key=lambda step: abs(step - asked)):,}"
+            )
 
 
 def _is_compared(quantity: Quantity) -> bool:
