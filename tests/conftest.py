@@ -59,7 +59,7 @@ def _imports_are_not_searched_for_garbage():
 
 @pytest.fixture(scope="session")
 def forks():
-    """Starts programs from a process that has imported geomon and the small models."""
+    """Start programs from a process that has imported geomon and the small models."""
     forks = Forks(PREPARATION)
     yield forks
     forks.close()

@@ -3,19 +3,12 @@
 import math
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).parent.parent
 
 
-def test_it_prints_its_tables_without_an_accelerator():
-    command = [sys.executable, "-m", "benchmarks.gpu", "--only", "small", "--steps", "8"]
+def test_it_prints_its_tables_without_an_accelerator(forks):
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command, cwd=ROOT, env=hidden, capture_output=True, text=True, check=False
-    )
+    arguments = ["--only", "small", "--steps", "8"]
+    done = forks.run("benchmarks.gpu", *arguments, environment=hidden)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert "no accelerator" in done.stdout.splitlines()[0]

@@ -3,10 +3,6 @@
 import copy
 import csv
 import gc
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import lightning as L
 import pytest
@@ -17,7 +13,6 @@ from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
-import geomon
 from geomon import every, huggingface, read, select
 from geomon.lightning import GeometryMonitor
 from support.fingerprint import fingerprint
@@ -261,12 +256,10 @@ pl.Trainer(
 
 
 @pytest.mark.slow
-def test_the_other_package_of_lightning_is_served_by_itself(tmp_path):
+def test_the_other_package_of_lightning_is_served_by_itself(forks, tmp_path):
     pytest.importorskip("pytorch_lightning")
-    command = [sys.executable, "-W", "ignore", "-c", OTHER, str(tmp_path)]
-    paths = [str(Path(__file__).parent), str(Path(geomon.__file__).parents[1])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    subprocess.run(command, check=True, env=environment, cwd=tmp_path, capture_output=True)
+    done = forks.run(OTHER, tmp_path)
+    assert done.returncode == 0, done.stderr
     record = read(tmp_path / "tb" / "x")
     assert [reading.step for reading in record] == [0, 1, 2]
     found = events_of(tmp_path / "tb" / "x", of_lightning=True)

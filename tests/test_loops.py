@@ -1,6 +1,7 @@
 """Neutrality and every way out, in every loop; the same readings from all of them."""
 
 import copy
+import functools
 import itertools
 import math
 import re
@@ -82,13 +83,24 @@ def train(loop, learner, options, folder, error, **told):
     return fingerprint(learner.inside[0]), random_state(), weights(learner)
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Trains without geomon; the same training is made once."""
+
+    @functools.cache
+    def trained(loop, error, **told):
+        folder = tmp_path_factory.mktemp("plain")
+        return train(loop, Learner(error=error), None, folder, error, **told)
+
+    return trained
+
+
 @pytest.mark.parametrize(("loop", "case"), CELLS)
-def test_training_is_as_if_nobody_watched(tmp_path, loop, case):
+def test_training_is_as_if_nobody_watched(plain, tmp_path, loop, case):
     of = CASES[case]
     told, error, strict = of.get("loop", {}), of.get("error"), of.get("strict", False)
     # A strict metric ends the run where the plain one is ended by the model.
-    ends = RuntimeError if strict else error
-    plain = train(loop, Learner(error=ends), None, tmp_path / "plain", ends, **told)
+    alone = plain(loop, RuntimeError if strict else error, **told)
 
     memory = Memory()
     options = {
@@ -98,11 +110,11 @@ def test_training_is_as_if_nobody_watched(tmp_path, loop, case):
     ends = ArithmeticError if strict else error
     watched = train(loop, Learner(error=error), options, tmp_path / "run", ends, **told)
 
-    for name, value in plain[0].items():
+    for name, value in alone[0].items():
         assert watched[0][name] == value, name
     assert not any(map(sum, watched[0]["hooks"]))
-    assert watched[1] == plain[1]
-    for one, other in zip(watched[2], plain[2], strict=True):
+    assert watched[1] == alone[1]
+    for one, other in zip(watched[2], alone[2], strict=True):
         assert torch.equal(one, other)
     steps = [reading.step for reading in read(tmp_path / "run")]
     assert steps == expected_steps(loop, case)

@@ -1,8 +1,6 @@
 """Packages that a user may not have: what needs them says what to install."""
 
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +22,7 @@ def test_without_matplotlib_a_notebook_shows_the_words(make_readings, monkeypatc
     assert "pip install matplotlib" in make_readings()._repr_html_()
 
 
-def test_a_checkout_that_was_not_installed_reads_and_shows(tmp_path):
+def test_a_checkout_that_was_not_installed_reads_and_shows(forks, tmp_path):
     """A folder on the path of Python, as on many clusters: no metadata says which version it is."""
     program = """
 import importlib.metadata as metadata, sys
@@ -33,6 +31,8 @@ def version(name, found=metadata.version):
         raise metadata.PackageNotFoundError(name)
     return found(name)
 metadata.version = version
+for name in [name for name in sys.modules if name.partition(".")[0] in ("geomon", "support")]:
+    del sys.modules[name]
 import geomon
 from support import models
 model = models.PlainDecoder()
@@ -44,9 +44,6 @@ readings = geomon.read(sys.argv[1])
 assert len(readings) == 1 and readings.runs[0]["geomon"] == "unknown"
 assert "newer geomon" not in "".join(geomon.Readings([{"geomon": "9.0"}], []).remarks())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = forks.run(program, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "a reading failed" not in done.stderr

@@ -1,28 +1,39 @@
-"""Several processes that train together: what they read is what one process would, or is refused.
+"""Several processes that train together read what one process would, or refuse in words.
 
-The programs are in `rank_runs.py`; each is started once on every rank, with a hard limit of time.
+The programs are in `tests/support/ranks`; each is started once on every rank, with a hard limit of
+time.
 """
-
-from functools import partial
 
 import pytest
 
 from geomon import read
 from geomon.distributed import RankGroup
-from support.on_ranks import runner
-from support.rank_runs import TOGETHER, resumed
+from support.ranks.launch import Program, launcher
+from support.ranks.lost import interrupted, lost, told
+from support.ranks.readings import probes, ragged_readings, same_tokens, split_batch
+from support.ranks.runs import resumed, scenarios
+from support.ranks.strategies import strategies
+from support.ranks.trainers import lightning, trainer
 
-# Lightning itself is not among them: it keeps the rank that it finds when it is imported.
 PREPARATION = """
 import contextlib
 import torch._dynamo, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp
 import torch.distributed.tensor.parallel
-from support import rank_runs
+import support.ranks.launch, support.ranks.lost, support.ranks.readings, support.ranks.trainers
 with contextlib.suppress(ImportError):
     import torchmetrics
     import geomon.huggingface
     from transformers import Trainer
+with contextlib.suppress(ImportError):
+    import lightning.pytorch
 """
+TOGETHER = Program((ragged_readings, same_tokens, split_batch, probes, scenarios, strategies))
+ALONE = {
+    "lost": Program((lost,), loses_ranks=True),
+    "interrupted": Program((interrupted,)),
+    "lightning": Program((lightning,), initialises=True),
+    "trainer": Program((trainer,), initialises=True),
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,34 +42,33 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ran(folder):
-    for run in runner("rank_runs.py", PREPARATION):
-        yield partial(run, folder)
+def run(forks, folder):
+    yield from launcher(forks, PREPARATION, folder)
 
 
 @pytest.mark.parametrize("size", [2, 4], ids=["2 ranks", "4 ranks"])
-@pytest.mark.parametrize("name", [function.__name__ for function in TOGETHER])
-def test_ranks_together_read_what_one_process_would(ran, name, size):
-    ended = ran("together", size)
+@pytest.mark.parametrize("name", [function.__name__ for function in TOGETHER.functions])
+def test_ranks_together_read_what_one_process_would(run, name, size):
+    ended = run(TOGETHER, size)
     assert ended.well[name] == size, ended.said
 
 
-@pytest.mark.parametrize("name", ["lost", "interrupted", "lightning", "trainer"])
-def test_two_ranks_are_left_to_themselves_and_read_right(ran, name):
+@pytest.mark.parametrize("name", ALONE)
+def test_two_ranks_are_left_to_themselves_and_read_right(run, name):
     pytest.importorskip({"trainer": "transformers", "lightning": "lightning"}.get(name, "torch"))
-    ended = ran(name, 2)
+    ended = run(ALONE[name], 2)
     assert ended.well[name] == 2, ended.said
 
 
-def test_a_rank_that_gives_up_leaves_no_other_waiting(ran):
-    ended = ran("told", 4)
+def test_a_rank_that_gives_up_leaves_no_other_waiting(run):
+    ended = run(Program((told,), loses_ranks=True), 4)
     assert ended.well["told"] == 4, ended.said
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(ran, folder):
+def test_a_run_goes_on_with_another_number_of_ranks(run, folder):
     """Two ranks, then four, then one; each goes two steps back, as from a checkpoint."""
     for size in (2, 4):
-        ended = ran("resumed", size)
+        ended = run(Program((resumed,)), size)
         assert ended.well["resumed"] == size, ended.said
     resumed(RankGroup(), folder)
     record = read(folder / "resumed")

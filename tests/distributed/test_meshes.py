@@ -1,38 +1,36 @@
-"""Tensor, pipeline and sequence parallel trainings, and their meshes, read like one process.
+"""Tensor, pipeline and sequence parallel trainings, and their meshes, are read like one process.
 
-The programs are in `mesh_runs.py`. `python -m benchmarks.meshes` runs the whole matrix.
+The programs are in `tests/support/ranks`. `python -m benchmarks.meshes` runs the whole matrix.
 """
-
-from functools import partial
 
 import pytest
 
-from support.mesh_runs import FOUR
-from support.on_ranks import runner
+from support.ranks.launch import Program, launcher
+from support.ranks.mesh_places import places, slices
+from support.ranks.meshes import cells, dies, other_attentions, page, parts, probes, slow
 
 PREPARATION = """
 import contextlib
-import torch._dynamo
-from support import mesh_runs
+import torch._dynamo, support.ranks.launch, support.ranks.meshes
 with contextlib.suppress(ImportError):
     from transformers import LlamaForCausalLM
 """
+FOUR = Program((cells, other_attentions, page, places, slices, probes, parts))
+TWO = {"slow": Program((slow,)), "dies": Program((dies,), loses_ranks=True)}
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("meshes")
-    for run in runner("mesh_runs.py", PREPARATION):
-        yield partial(run, folder)
+def run(forks, tmp_path_factory):
+    yield from launcher(forks, PREPARATION, tmp_path_factory.mktemp("meshes"))
 
 
-@pytest.mark.parametrize("name", [function.__name__ for function in FOUR])
-def test_four_ranks_that_share_out_a_model_read_it_whole(ran, name):
-    ended = ran("four", 4)
+@pytest.mark.parametrize("name", [function.__name__ for function in FOUR.functions])
+def test_four_ranks_that_share_out_a_model_read_it_whole(run, name):
+    ended = run(FOUR, 4)
     assert ended.well[name] == 4, ended.said
 
 
-@pytest.mark.parametrize("name", ["slow", "dies"])
-def test_a_training_goes_on_or_ends_as_it_would_without(ran, name):
-    ended = ran(name, 2)
+@pytest.mark.parametrize("name", TWO)
+def test_a_training_goes_on_or_ends_as_it_would_without(run, name):
+    ended = run(TWO[name], 2)
     assert ended.well[name] == 2, ended.said

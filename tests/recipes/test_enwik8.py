@@ -19,7 +19,7 @@ from recipes.enwik8.text import spread
 from recipes.enwik8.train import PRESETS, Batches, Decoder, bits, main
 from support.forks import Forks
 
-SMALL = ["--preset", "cpu", "--layers", "2", "--width", "32", "--heads", "2", "--batch", "64",
+SMALL = ["--preset", "cpu", "--layers", "2", "--width", "32", "--heads", "2", "--batch", "16",
          "--steps", "40", "--accelerator", "cpu"]  # fmt: skip
 SUBWORDS = [
     "--preset", "base", "--layers", "2", "--width", "32", "--heads", "2", "--context", "32",
@@ -27,28 +27,33 @@ SUBWORDS = [
     "--accelerator", "cpu", "--logger", "csv",
 ]  # fmt: skip
 ONE_STEP = ["--minutes", "0"]
+NO_PICTURES = ["--logger", "csv"]
 # The steps of the schedule in a run of forty updates.
 READ = [0, 32, 40]
 # Nothing listens on port 9: no network, whatever the machine has.
 OFFLINE = {"ENWIK8": "", **dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")}
 PREPARATION = """
+import functools
 import lightning.pytorch.loggers, torch.utils.tensorboard, matplotlib.backends.backend_agg
 import transformers.models.gpt2.modeling_gpt2
 import recipes.enwik8.train
+from recipes.enwik8 import text
+text.carried_text = functools.cache(text.carried_text)  # takes as long as a training here
+text.carried_text()
 """
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    """Starts the command in a process that need not import anything."""
-    forks, folder = Forks(PREPARATION), tmp_path_factory.mktemp("start")
+def start(forks, tmp_path_factory):
+    """Start the command in a process that need not import anything."""
+    prepared, folder = Forks(PREPARATION, forks), tmp_path_factory.mktemp("start")
 
     def started(*arguments: object) -> Command:
         environment = OFFLINE | {"GEOMON_CACHE": str(folder / "cache")}
-        return Command(forks, folder, arguments, environment)
+        return Command(prepared, folder, arguments, environment)
 
     yield started
-    forks.close()
+    prepared.close()
 
 
 class Command:
@@ -91,7 +96,7 @@ def finished(start, tmp_path_factory):
 def test_without_network_it_names_its_fallback_and_leaves_everything(finished):
     folder, out = finished
     assert re.match(r"text: text that Python .* could not be downloaded", out)
-    assert f"40 of 40 steps, {40 * 64 * 64:,} tokens" in out
+    assert f"40 of 40 steps, {40 * 16 * 64:,} tokens" in out
     assert [int(row) for row in re.findall(r"(?m)^ *(\d+)(?=  )", out)] == READ  # a row for each
     readings = read(folder)
     assert [reading.step for reading in readings] == READ
@@ -137,19 +142,19 @@ def values_of(readings):
 
 
 def test_a_resumed_run_has_the_curves_of_an_uninterrupted_one(finished, start, tmp_path):
-    command = start("--out", tmp_path / "cut", *SMALL)
+    command = start("--out", tmp_path / "cut", *SMALL, *NO_PICTURES)
     next(line for line in command.lines if line.split()[:1] == ["32"])
     command.process.send_signal(signal.SIGKILL)  # a checkpoint at every fourth step
     command.end(-signal.SIGKILL)
     assert len(read(tmp_path / "cut")) == 2
-    start("--out", tmp_path / "cut", "--resume", "--accelerator", "cpu").end()
+    start("--out", tmp_path / "cut", "--resume", "--accelerator", "cpu", *NO_PICTURES).end()
     cut = read(tmp_path / "cut")
     assert len(cut.runs) == 2
     assert values_of(cut) == values_of(read(finished[0]))
 
 
 def test_ctrl_c_keeps_every_reading(start, tmp_path):
-    command = start("--out", tmp_path / "run", *SMALL, "--steps", 100_000)
+    command = start("--out", tmp_path / "run", *SMALL, *NO_PICTURES, "--steps", 100_000)
     next(line for line in command.lines if line.split()[:1] == ["40"])
     command.process.send_signal(signal.SIGINT)
     command.end(1)  # Lightning's own code for an interrupt

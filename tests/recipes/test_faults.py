@@ -35,14 +35,13 @@ GPT2, LLAMA = Job(1000), Job(1003)
 
 
 def train(subject, steps, each_step=lambda since: None, first=60):
+    """Train, and yield the loss of each step when its update is made."""
     generator = torch.Generator().manual_seed(0)
-    losses = []
     for since in range(steps):
         each_step(since)
         loss = subject.loss(subject.draw(generator))
         update(subject.model, subject.optimizer, loss, subject.rate(first + since))
-        losses.append(loss.item())
-    return losses
+        yield loss.item()
 
 
 def weights_of(subject):
@@ -51,24 +50,28 @@ def weights_of(subject):
 
 @pytest.fixture(scope="module", params=[GPT2, LLAMA], ids=lambda job: job.block)
 def trained(request):
+    """A subject after two steps, and the losses and weights of twelve healthy steps more."""
     subject = new_subject(request.param, CORPUS)
-    train(subject, 2)
-    return subject
+    list(train(subject, 2))
+    healthy = copy.deepcopy(subject)
+    return subject, list(train(healthy, 12)), weights_of(healthy)
 
 
 @pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if not fault.block])
 def test_a_fault_changes_a_training_and_only_the_block_that_it_is_put_into(trained, name):
-    fault, subject, healthy = FAULTS[name], copy.deepcopy(trained), copy.deepcopy(trained)
+    before, losses, weights = trained
+    fault, subject = FAULTS[name], copy.deepcopy(before)
     each_step = fault.plant(subject, 1, random.Random(1))
     each_step(0)
     each_step(30)
     own = {*subject.blocks()[1].parameters()} if fault.local else {*subject.model.parameters()}
-    for part, old in zip(subject.model.parameters(), trained.model.parameters(), strict=True):
+    for part, old in zip(subject.model.parameters(), before.model.parameters(), strict=True):
         assert part in own or torch.equal(part, old)
-    # Late steps: late gradients need more than eight steps, batches repeat from the fifth on.
-    losses = train(healthy, 12) != train(subject, 12, each_step)
-    assert losses or not torch.equal(weights_of(healthy), weights_of(subject))
-    blocks = (each.blocks()[1].parameters() for each in (subject, trained))
+    # Until a loss differs: late gradients need more than eight steps, repeated batches come from
+    # the fifth step on.
+    found = zip(losses, train(subject, 12, each_step), strict=True)
+    assert any(a != b for a, b in found) or not torch.equal(weights, weights_of(subject))
+    blocks = (each.blocks()[1].parameters() for each in (subject, before))
     assert all(map(torch.equal, *blocks)) == (name == "frozen_block")
 
 
@@ -78,12 +81,14 @@ def test_an_expert_that_is_lost_gets_nothing():
     for block in (0, 1):
         router = experts.part(block, "router")
         router.register_forward_hook(lambda module, inputs, outputs: chosen.append(outputs[2]))
-    train(experts, 1)
+    list(train(experts, 1))
     lost = random.Random(0).randrange(4)
     assert [lost in each for each in chosen] == [True, False]
 
 
-def test_runs_of_one_number_differ_in_their_fault_alone_and_faults_come_at_many_steps():
+def test_runs_of_one_number_differ_in_their_fault_alone_and_faults_come_at_many_steps(monkeypatch):
+    # The text of every third number, in place of Python's whole reference.
+    monkeypatch.setattr("recipes.faults.training.carried_text", lambda: bytes(range(97, 123)) * 400)
     healthy, *others = (
         weights_of(new_subject(Job(1001, fault), CORPUS))
         for fault in ("", "gain_zero", "mlp_scaled")

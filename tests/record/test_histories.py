@@ -2,10 +2,7 @@
 
 import io
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -265,12 +262,9 @@ os.kill(os.getpid(), 9)
 
 
 @pytest.mark.parametrize(("moment", "left"), [("begun", ONE), ("written", [(0, 1), (10, 2)])])
-def test_a_kill_leaves_the_old_branch_or_the_new_one(tmp_path, moment, left):
+def test_a_kill_leaves_the_old_branch_or_the_new_one(forks, tmp_path, moment, left):
     check(History([begin(0), write(0, 10, 20)], ONE), tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", _KILLED, str(tmp_path), moment], check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+    done = forks.run(_KILLED, tmp_path, moment)
     assert done.returncode == -9
     assert points(read(tmp_path)) == left
     record = Record(tmp_path)

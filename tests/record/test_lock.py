@@ -3,8 +3,7 @@
 import contextlib
 import errno
 import os
-import subprocess
-import sys
+import signal
 
 import pytest
 
@@ -12,7 +11,8 @@ from geomon.record import Record, read
 from support.readings import reading_of
 
 _HOLD = """
-import sys, time
+import os, sys, time
+os.setsid()
 from geomon.record import Record
 record = Record(sys.argv[1])
 print("held", flush=True)
@@ -21,20 +21,19 @@ time.sleep(60)
 
 
 @contextlib.contextmanager
-def holding(code, folder):
+def holding(code, folder, forks):
     """A process that records in the folder; what it has started ends with it."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        assert process.stdout.readline() == "held\n"
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
-        process.wait()
-        process.stdout.close()
+    reader, writer = os.pipe()
+    process = forks.start(code, folder, environment=os.environ, stdout=writer, stderr=2)
+    os.close(writer)
+    with open(reader) as said:
+        try:
+            assert said.readline() == "held\n"
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(60)
 
 
 def write(record, step):
@@ -43,13 +42,13 @@ def write(record, step):
 
 
 _OUTLIVED = _HOLD.replace(
-    "print", "import os; os.fork() or (time.sleep(60), os._exit(0)); print"
+    "print", "os.fork() or (time.sleep(60), os._exit(0)); print"
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("code", [_HOLD, _OUTLIVED], ids=["alone", "outlived by a worker"])
-def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path, code):
-    with holding(code, tmp_path) as process:
+def test_a_second_process_is_refused_until_the_first_is_gone(forks, tmp_path, code):
+    with holding(code, tmp_path, forks) as process:
         place = f"is in use, process {process.pid} on "
         with pytest.raises(ValueError, match=place) as refusal:
             Record(tmp_path)
@@ -58,13 +57,13 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path, code):
         with pytest.raises(ValueError, match="is in use") as refusal:
             Record(tmp_path)
         assert "\x1b" not in str(refusal.value)
-        process.kill()  # however it ends: a resume after a crash is let in at once
-        process.wait()
+        process.send_signal(signal.SIGKILL)  # a resume after a crash is let in at once
+        process.wait(60)
         write(Record(tmp_path), 0)
     assert len(read(tmp_path)) == 1
 
 
-def test_a_process_that_the_owner_forks_is_another_one(tmp_path):
+def test_a_process_that_the_owner_forks_is_another_one(forks, tmp_path):
     forking = """
 import os, sys
 from geomon.record import Record
@@ -79,8 +78,7 @@ code = os.waitstatus_to_exitcode(os.wait()[1])
 assert len(os.listdir(sys.argv[1])) == 2  # the lock is the owner's still
 sys.exit(code)
 """
-    done = subprocess.run([sys.executable, "-c", forking, str(tmp_path)], check=False)
-    assert done.returncode == 7
+    assert forks.run(forking, tmp_path).returncode == 7
 
 
 def free_descriptor():

@@ -1,7 +1,7 @@
 """Programs that start from a process which has imported what they need.
 
-Where a test needs a process of its own, most of its seconds are the imports of torch, Lightning and
-transformers. So one process imports them, once, and forks: what comes of it is a process like any
+If a test needs a process of its own, most of its seconds go into the imports of torch, Lightning
+and transformers. So one process imports them, once, and forks: the fork is a process like any
 other, with its own arguments, environment, streams and signals.
 """
 
@@ -16,6 +16,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,10 +54,20 @@ class Program:
 
 
 class Forks:
-    """A process that has run `preparation`, imports for instance, and starts programs."""
+    """A process that has run `preparation`, imports for instance, and starts programs.
 
-    def __init__(self, preparation: str) -> None:
+    Args:
+        preparation: Statements of Python.
+        parent: Another such process, which this one is forked from: it need not import again what
+            that one has imported.
+    """
+
+    def __init__(self, preparation: str, parent: "Forks | None" = None) -> None:
         self._programs: list[Program] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        if parent is not None:
+            self._channel = parent._ask({"preparation": preparation}, stdout=1, stderr=2)
+            return
         self._channel, other = socket.socketpair()
         with other:
             self._process = subprocess.Popen(
@@ -64,11 +76,25 @@ class Forks:
                 env=os.environ | ONE_THREAD,
             )  # fmt: skip
 
+    def _ask(self, request: Mapping[str, Any], *, stdout: int, stderr: int) -> socket.socket:
+        """Have the process fork; returns the channel to the fork, which answers the request."""
+        channel, other = socket.socketpair()
+        try:
+            with other:
+                socket.send_fds(self._channel, [b"!"], [other.fileno(), stdout, stderr])
+            content = json.dumps(request).encode()
+            _send(channel, len(content))
+            channel.sendall(content)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
     def start(
         self, what: str, *arguments: object, environment: Mapping[str, str], stdout: int,
         stderr: int, file_size: int | None = None,
     ) -> Program:  # fmt: skip
-        """Start a module (`"package.module"`) or a file, by its path, as a program.
+        """Start a program: a module (`"package.module"`), the path of a file, or lines of code.
 
         Its streams are file descriptors; the size of a file that it writes can be limited, in
         bytes: no disk need be full.
@@ -77,24 +103,33 @@ class Forks:
             "what": what, "arguments": [str(each) for each in arguments],
             "environment": {**environment, **ONE_THREAD}, "file_size": file_size,
         }  # fmt: skip
-        channel, other = socket.socketpair()
-        try:
-            with other:
-                socket.send_fds(self._channel, [b"!"], [other.fileno(), stdout, stderr])
-            channel.sendall(json.dumps(request).encode())
-            channel.shutdown(socket.SHUT_WR)
-            self._programs.append(Program(channel))
-        except BaseException:
-            channel.close()
-            raise
+        self._programs.append(Program(self._ask(request, stdout=stdout, stderr=stderr)))
         return self._programs[-1]
+
+    def run(
+        self, what: str, *arguments: object, environment: Mapping[str, str] = os.environ,
+        timeout: float = 300,
+    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
+        """Run a program to its end, as `subprocess.run` does; `start` says what it may be."""
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+            program = self.start(
+                what, *arguments, environment=environment, stdout=out.fileno(),
+                stderr=errors.fileno(),
+            )  # fmt: skip
+            try:
+                code = program.wait(timeout)
+            finally:
+                program.send_signal(signal.SIGKILL)
+            said = [stream.seek(0) or stream.read() for stream in (out, errors)]
+        return subprocess.CompletedProcess([what, *arguments], code, *said)
 
     def close(self) -> None:
         for program in self._programs:  # none is left, unless a test has failed
             program.send_signal(signal.SIGKILL)
             program.wait(60)
         self._channel.close()
-        self._process.wait()
+        if self._process is not None:
+            self._process.wait()
 
 
 def _receive(channel: socket.socket) -> int:
@@ -116,6 +151,7 @@ def _serve(channel: socket.socket) -> tuple[socket.socket, int, int]:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         if not message:
+            _wait_for_all()
             os._exit(0)
         if os.fork() == 0:
             channel.close()
@@ -123,6 +159,13 @@ def _serve(channel: socket.socket) -> tuple[socket.socket, int, int]:
             return socket.socket(fileno=answer), stdout, stderr
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _wait_for_all() -> None:
+    """Wait for the forks, whose processor time is then counted as that of the suite."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
 
 
 def _become_program(answer: socket.socket, stdout: int, stderr: int) -> None:
@@ -152,6 +195,10 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     what = request["what"]
     sys.argv = [what, *request["arguments"]]
+    if "\n" in what:
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(what, "<program>", "exec"), vars(main))
+        return vars(main)
     if what.endswith(".py"):
         sys.path.insert(0, str(Path(what).parent))
         return runpy.run_path(what, run_name="__main__")
@@ -161,10 +208,14 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     sys.path[0] = str(ROOT / "tests")  # as pytest has it, and not the folder of this file
     sys.path.insert(0, str(ROOT))
-    exec(sys.argv[2])
-    gc.freeze()  # a program that ends need not search what was imported for garbage
-    answer, stdout, stderr = _serve(socket.socket(fileno=int(sys.argv[1])))
-    with answer.makefile() as asked:
-        request = json.load(asked)
-    _become_program(answer, stdout, stderr)
+    channel, request = socket.socket(fileno=int(sys.argv[1])), {"preparation": sys.argv[2]}
+    streams: list[int] = []
+    while "preparation" in request:
+        for stream in streams:
+            os.close(stream)
+        exec(request["preparation"])
+        gc.freeze()  # a program that ends need not search what was imported for garbage
+        channel, *streams = _serve(channel)
+        request = json.loads(channel.recv(_receive(channel), socket.MSG_WAITALL))
+    _become_program(channel, *streams)
     program = _run(request)

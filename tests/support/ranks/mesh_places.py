@@ -1,4 +1,4 @@
-"""Which part of a model a rank has, and which rows of a DTensor: run by `mesh_runs.py`."""
+"""The part of a model that a rank has, and its rows of a DTensor."""
 
 from pathlib import Path
 from typing import Any

@@ -1,13 +1,12 @@
-"""What ranks read that share out one model: run as a program by `test_meshes.py`, on each rank.
+"""Ranks that share one model by tensor, pipeline and sequence parallelism.
 
 The models, and one process on hidden states that are gathered by hand, are those of the benchmark
-that tries all meshes. Each rank checks what it has found; the readings are those of the first one.
+that tries all meshes. Each rank checks what it has found; the first one has the readings.
 """
 
 import contextlib
 import os
 import re
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,9 +40,8 @@ from benchmarks.meshes import largest_difference, run_cell
 from geomon import Memory, Monitor, describe, every, measure, read, select
 from geomon.distributed import RankGroup
 from support.measuring import watching
-from support.mesh_places import places, slices
-from support.on_ranks import run_here, write_down
-from support.rank_runs import measured
+from support.ranks.launch import write_down
+from support.ranks.one_process import measured
 
 HEADS, KEY_HEADS, HEAD_WIDTH = SMALL.heads, SMALL.key_heads, SMALL.head_width
 FEW = select("variance", "twonn", "within_variance", "attention_entropy", "qk_cosine", "max_logit")
@@ -54,7 +52,7 @@ CELLS = (
     (TWO_STAGES, "GPT", 0.0),
     (MeshSpec(tensor=4), "Llama", 0.0),
 )
-PAGE = (Path(__file__).parents[2] / "docs" / "many_ranks.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "many_ranks.md").read_text()
 # Values of the last digits of a forward pass that is shared out, in one that is not.
 ROUNDING = 1e-4
 
@@ -325,7 +323,7 @@ def dies(ranks: RankGroup, folder: Path) -> None:
     monitor, memory = monitor_of(training.watched, strict=False, rank_timeout=1000)
     training.step(0, partial(monitor, 0))
     if ranks.rank == 1:
-        write_down("dies", "dies", folder)
+        write_down(dies, folder)
         os._exit(0)
     with pytest.raises(RuntimeError, match="gloo"):
         _go_on(training, monitor)
@@ -337,12 +335,3 @@ def dies(ranks: RankGroup, folder: Path) -> None:
 def _go_on(training: Training, monitor: Monitor) -> None:
     for step in (1, 2):
         training.step(step, partial(monitor, step))
-
-
-FOUR = (cells, other_attentions, page, places, slices, probes, parts)
-PROGRAMS = {"four": FOUR, "slow": (slow,), "dies": (dies,)}
-
-
-if __name__ == "__main__":
-    name = sys.argv[1]
-    run_here(PROGRAMS[name], name, Path(sys.argv[2]), ends=name != "dies")

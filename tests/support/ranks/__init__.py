@@ -1,0 +1,1 @@
+"""Programs that run on several ranks, and what starts them. Each tests what its name says."""
