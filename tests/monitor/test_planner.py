@@ -218,6 +218,14 @@ def test_a_resumed_run_has_no_hole():
     assert_has_no_hole(resumed(1_000, 2_000, 2.5))
 
 
+@pytest.mark.parametrize(("earlier_readings", "gap"), [(20, 75), (0, 30)])
+def test_a_resumed_run_is_read_as_sparsely_as_before_and_a_late_beginning_densely(
+    earlier_readings, gap
+):
+    run = resumed(1_000, 2_000, 2.5, earlier_readings=earlier_readings).train()
+    assert run.read[1] - run.read[0] == gap
+
+
 def test_a_training_that_does_not_ask_for_its_last_step_has_no_hole():
     run = Run(2_000, 2.5)
     run.reads_end = False
@@ -293,9 +301,12 @@ def few_readings(run, until):
 
 @pytest.mark.parametrize(
     "run",
-    [Run(1_500, 2.5), Run(400, 50.0, schedule=every(100)), resumed(1_000, 1_100, 20.0)],
-    ids=["affordable", "schedule", "resumed"],
-)
+    [
+        Run(1_500, 2.5), Run(1_500, 5.0), Run(400, 50.0, schedule=every(100)),
+        resumed(1_000, 1_100, 20.0),
+    ],
+    ids=["many", "eleven", "schedule", "resumed"],
+)  # fmt: skip
 def test_a_run_with_ten_readings_or_a_schedule_says_nothing_of_few_readings(run):
     assert run.train().notes == []
 
@@ -547,10 +558,12 @@ def test_connected_ranks_meet_about_an_owed_reading_when_the_first_rank_says():
 
 
 def test_a_connected_rank_reads_nothing_alone_after_an_alert():
-    planner = planner_of(budget=0.05, group=SecondRank({0: (True, 5)}))
+    group = SecondRank({0: (True, 5)})
+    planner = planner_of(budget=0.05, group=group)
     read_at(planner, range(30))
     planner.owe()
-    assert read_at(planner, range(30, 33)) == []
+    assert read_at(planner, range(30, 36)) == []
+    assert group.met == [0, 5, 12, 19, 26, 33]  # as without the alert
 
 
 def test_ranks_need_no_meeting_for_a_schedule_without_a_budget():
