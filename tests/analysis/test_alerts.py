@@ -393,7 +393,7 @@ def test_probes_have_the_same_batch_on_purpose():
     ("inline", "check", True), ("check", "inline", True), ("inline", "inline", True),
     ("probe", "probe", True), ("probe", "check", False),  # other tokens
 ])  # fmt: skip
-def test_what_comes_with_a_resume_is_an_alert(earlier, later, is_said):
+def test_a_change_at_a_resume_is_an_alert(earlier, later, is_said):
     watch = AlertWatch()
     watch.recall(msgspec.structs.replace(healthy(0), source=earlier))
     tag, low = "effective_rank/layer_03", 1.05

@@ -60,7 +60,7 @@ def test_missing_values_are_left_out_and_few_have_no_band():
 
 
 def run(values, tag=SCORES, first=1000, **others):
-    """What the bands say at each reading of a run in which one value has a course."""
+    """Return what the bands find at each reading of a run in which one value has a course."""
     bands, courses = Bands(), {tag: values, **others}
     return [
         bands.add(reading_of({name: course[n] for name, course in courses.items()}, first + n))
@@ -69,7 +69,7 @@ def run(values, tag=SCORES, first=1000, **others):
 
 
 def heads_of(values):
-    """What the bands say of a run of many heads, [heads, readings]."""
+    """Return what the bands find in a run of many heads, [heads, readings]."""
     return run(
         values[0], **{f"qk_dot/layer_01/head_{n}": course for n, course in enumerate(values)}
     )
@@ -121,7 +121,7 @@ def test_one_strange_reading_is_none_and_two_are_on_one_side():
 
 
 @pytest.mark.parametrize("metric", ["variance", "within_variance"])
-def test_what_varies_by_factors_has_a_band_of_factors(metric):
+def test_a_value_that_varies_by_factors_has_a_band_of_factors(metric):
     values = np.exp(0.1 * noise(50)[:, 0])
     values[48:] = math.exp(-4)
     (departure,) = departures(values, tag=f"{metric}/layer_01")[49]
@@ -164,7 +164,7 @@ def test_a_band_is_never_narrower_than_a_change_that_matters(metric, least, scal
     assert departure.high == pytest.approx(scale(3.0 + least))
 
 
-def test_twice_the_scatter_of_all_values_is_seen_where_none_leaves_its_band():
+def test_twice_the_scatter_of_all_values_is_seen_although_none_leaves_its_band():
     values = noise(100, 60, seed=5).T
     values[:, 60:] *= 2
     found = heads_of(values + 5 + 0.1 * np.arange(100))  # about lines that rise
@@ -181,7 +181,7 @@ def test_one_reading_at_which_all_values_jump_is_no_growth_of_their_scatter():
 
 
 def last_of(values, steps):
-    """What the bands say at the last of some readings."""
+    """Return what the bands find at the last of some readings."""
     bands = Bands()
     pairs = zip(steps, values, strict=True)
     return [bands.add(reading_of({SCORES: value}, step)) for step, value in pairs][-1]
@@ -206,7 +206,7 @@ def test_readings_before_the_last_quarter_count_only_if_those_in_it_are_too_few(
     assert bool(last_of([*values[:-2], 200.0, 200.0], steps).departures) is leaves
 
 
-def test_what_creeps_leaves_the_band_of_every_fifth_reading():
+def test_a_creeping_value_leaves_the_band_of_every_fifth_reading():
     """A slope that changes: the line through the last 48 readings goes along with it."""
     steps = np.arange(400)
     values = 100 + noise(400)[:, 0] + np.where(steps > 300, 1.2 * (steps - 300), 0)

@@ -28,7 +28,7 @@ def test_a_curve_has_margins_and_a_phase_and_leaves_out_what_is_missing(make_rea
     assert (len(curve), curve.phase().peak.step) == (3, 2)
 
 
-def test_of_several_readings_of_a_step_the_last_counts_and_steps_ascend(make_readings):
+def test_the_last_of_several_readings_of_a_step_counts_and_steps_ascend(make_readings):
     first = make_readings((0, 8), curves={"twonn/mean": [1.0, 2.0]})
     again = make_readings((8, 4), curves={"twonn/mean": [3.0, 4.0]})
     curve = curve_of([*first, *again], "twonn")

@@ -1,4 +1,4 @@
-"""What geomon says of a run is held to the numbers under it, by a checker that knows only these.
+"""Sentences about a run are held to its numbers, by a checker that knows only these.
 
 Records of many shapes are made in memory. A sentence is taken apart by one pattern, and each value,
 margin, step and difference in it is compared with the record's.
@@ -128,7 +128,7 @@ def shows(points, step, value, margin):
 
 
 def faults(sentence, readings, curves):
-    """What is false in a sentence of the summary."""
+    """Say what is false in a sentence of the summary."""
     if found := COST.fullmatch(sentence):
         steps = [reading.step for reading in readings]
         gap = max((after - before for before, after in itertools.pairwise(steps)), default=0)
@@ -204,7 +204,7 @@ def test_every_sentence_of_four_hundred_records_holds_for_its_numbers(part):
     assert {"expanding", "falling", "unknown"} <= words
 
 
-def test_what_was_not_measured_is_not_mentioned(make_readings):
+def test_values_that_were_not_measured_are_not_mentioned(make_readings):
     without = ["twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention_entropy"]
     none = "9 readings without a headline quantity."
     cost = "geomon took 4.0 % of the time until step 1,500: 9 readings, at most 512 steps apart."

@@ -165,7 +165,7 @@ def paired(steps, values, groups, fingerprints=None):
     ])  # fmt: skip
 
 
-def test_what_all_readings_share_cancels_in_their_differences():
+def test_errors_that_all_readings_share_cancel_in_their_differences():
     random = np.random.default_rng(7)
     shared = 0.2 * random.standard_normal((1, 8)) + 0.003 * random.standard_normal((12, 8))
     steps, falling = range(0, 1200, 100), np.linspace(6, 5, 12)

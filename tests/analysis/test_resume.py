@@ -1,4 +1,4 @@
-"""What the first reading after a resume says of what came with it."""
+"""The first reading after a resume shows what changed with it."""
 
 import math
 
@@ -81,7 +81,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("source", ["probe", "inline"])
-def test_what_came_with_a_resume_is_said_with_its_place(case, source):
+def test_a_change_at_a_resume_is_said_with_its_place(case, source):
     changed, places, finding, more, advice = CASES[case]
     (alert,) = resumed(reading(400, source=source, **changed), source=source)
     assert (alert.name, alert.step) == ("changed_at_resume", 400)

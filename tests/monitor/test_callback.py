@@ -85,7 +85,7 @@ def test_the_record_is_in_the_folder_of_the_training_unless_another_is_given(
     assert repr(session).startswith("GeometryMonitor(PlainDecoder, 3 blocks, 1 metrics")
 
 
-def test_what_the_framework_shows_and_logs_may_fail_and_is_one_warning_each(tmp_path, caplog):
+def test_errors_of_what_the_framework_shows_and_logs_are_one_warning_each(tmp_path, caplog):
     session, model, memory = started(tmp_path, strict=False, schedule=every(1))
     seen = []
 

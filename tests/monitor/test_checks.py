@@ -137,7 +137,7 @@ def test_a_check_changes_nothing_of_the_training(background):
         {"probe": torch.zeros(16, 12, 16)},
     ],
 )
-def test_there_are_no_checks_where_nothing_is_to_be_looked_at(options):
+def test_there_are_no_checks_if_there_is_nothing_to_look_at(options):
     monitor = Monitor(model_of(), **{"directory": None, "checks": 1, "schedule": 10, **options})
     for step in (1, 2):
         monitor.advance(step)
@@ -145,7 +145,7 @@ def test_there_are_no_checks_where_nothing_is_to_be_looked_at(options):
 
 
 def test_a_step_is_checked_once(tmp_path):
-    """Of the batches of an accumulated gradient the first is looked at."""
+    """Only the first batch of an accumulated gradient is looked at."""
     model = model_of()
     monitor = Monitor(model, directory=None, schedule=every(1000), checks=1)
     train(monitor, model, [1, 2])
@@ -159,7 +159,7 @@ def test_a_step_is_checked_once(tmp_path):
 def test_a_compiled_model_is_checked_by_its_twin_and_never_runs_eagerly_itself(
     can_be_copied, goes_on
 ):
-    """A twin needs a copy of the inputs; its time counts as that of the check."""
+    """A twin needs a copy of the inputs; its time counts as time of the check."""
     model = model_of()
     forward = model.forward
 
@@ -179,6 +179,6 @@ def test_a_compiled_model_is_checked_by_its_twin_and_never_runs_eagerly_itself(
 
 
 @pytest.mark.parametrize("value", ["often", 0, -1, 1.5, lambda step: False])
-def test_what_is_no_schedule_of_checks_is_said(value):
+def test_a_value_that_is_no_schedule_of_checks_is_refused(value):
     with pytest.raises(ValueError, match=r"^checks"):
         Monitor(model_of(), directory=None, checks=value)

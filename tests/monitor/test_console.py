@@ -1,4 +1,4 @@
-"""What a program that has set up no log sees of geomon's."""
+"""A program that has set up no logging sees the messages of geomon."""
 
 import contextlib
 import logging

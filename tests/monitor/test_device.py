@@ -1,4 +1,4 @@
-"""Where rows are measured, on a pretended device (tests/support/hardware.py) beside the host."""
+"""Rows are measured on a device, which tests/support/hardware.py pretends beside the host."""
 
 import contextlib
 import ctypes
@@ -42,7 +42,7 @@ def assert_same_values(one, other):
     one, other = without_cost(one), without_cost(other)
     assert one.keys() == other.keys()
     for tag, value in one.items():
-        wide = tag.endswith("margin")  # of which a part is computed in float32
+        wide = tag.endswith("margin")  # a part of it is computed in float32
         assert other[tag] == pytest.approx(
             value, rel=1e-2 if wide else 1e-6, abs=1e-7, nan_ok=True
         ), tag
@@ -62,7 +62,7 @@ def assert_same_values(one, other):
         ("meta", r"^device='meta' cannot be used[^\n]*use 'cpu'$"),
     ],
 )  # fmt: skip
-def test_what_names_no_device_that_is_there_is_refused_before_the_training(name, words):
+def test_a_device_that_is_not_there_is_refused_before_the_training(name, words):
     with pytest.raises(ValueError, match=words):
         Monitor(PlainDecoder(), directory=None, device=name)
 
@@ -114,7 +114,7 @@ def test_without_memory_for_it_a_reading_is_measured_on_the_host(monkeypatch):
 
 
 def test_copies_that_are_on_their_way_to_the_host_are_waited_for(monkeypatch):
-    """From CUDA they are queued: until then the rows are those of another reading, or none."""
+    """Copies from CUDA are queued; until they are made, rows hold another reading or nothing."""
     done, event = [], types.SimpleNamespace(synchronize=lambda: done.append("waited"))
     monkeypatch.setattr(MeasuringDevice, "mark_ready", lambda self: event)
     metrics = {"m": lambda hidden: float(done.append("measured") is None)}
@@ -189,7 +189,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_where_a_metric_fails_on_the_device_the_rest_is_measured_on_the_host(name):
+def test_if_a_metric_fails_on_the_device_the_rest_is_measured_on_the_host(name):
     (metric, seen), devices, text = FAILING[name]
     metrics = select("anisotropy", "attention_entropy") | {"m": metric}
     few = {"metrics": metrics, "steps": 1, "sequences": 4, "strict": False}  # without margins

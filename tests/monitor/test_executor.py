@@ -109,7 +109,7 @@ def break_across_layers(error):
 
 
 BROKEN = {"metrics": {"broken": lambda hidden: 1 / 0}, "strict": True, "background": True}
-# What happens before six steps, more than wait; options, what is said and what is raised.
+# Events before six steps, more than may wait; options, warnings, and the error that is raised.
 FAILURES = {
     "strict": ([], BROKEN, [], (ZeroDivisionError, "division")),
     "Ctrl-C in a metric": (
@@ -127,7 +127,7 @@ FAILURES = {
 
 @OWN
 @pytest.mark.parametrize("name", FAILURES)
-def test_what_fails_in_the_background_ends_nothing_and_strict_raises_it(caplog, name):
+def test_an_error_in_the_background_ends_nothing_and_strict_raises_it(caplog, name):
     events, options, said, raises = FAILURES[name]
     steps = range(1 if raises else 6)
     check(Scenario([*events, *steps], [], options, said, raises=raises), None, caplog)
@@ -135,7 +135,7 @@ def test_what_fails_in_the_background_ends_nothing_and_strict_raises_it(caplog, 
 
 @OWN
 @pytest.mark.parametrize("threads", [0, 1])
-def test_where_no_thread_can_be_started_the_background_measures_here_in_order(threads, monkeypatch):
+def test_if_no_thread_can_be_started_readings_are_measured_here_in_order(threads, monkeypatch):
     def start(self):
         if len(started) >= threads:
             raise RuntimeError("can't start new thread")
@@ -204,7 +204,7 @@ def test_casts_that_autocast_keeps_for_the_training_are_kept(monkeypatch, way):
     assert watched.shown == [0]
 
 
-def test_what_was_measured_in_the_background_is_shown_though_no_other_reading_is_due(monkeypatch):
+def test_a_reading_measured_in_the_background_is_shown_though_no_other_one_is_due(monkeypatch):
     options = BESIDE | {"background": True, "schedule": lambda step: step == 0}
     watched, end = Watched(None, monkeypatch, **options), time.monotonic() + 60
     for step in itertools.count():

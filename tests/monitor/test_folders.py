@@ -1,4 +1,4 @@
-"""What happens to the folder of a run while it goes on, and several runs that want one folder."""
+"""The folder of a run is moved or removed while it goes on, or wanted by several runs."""
 
 import logging
 import os
@@ -64,7 +64,7 @@ def restore(run):
     os.replace(copied, run.folder / "readings.jsonl")
 
 
-# What happens before step 2; steps by file in the end; where step 2 and 3 are said to be.
+# An accident before step 2; steps by file in the end; the file that holds steps 2 and 3, in words.
 ACCIDENTS = {
     "moved": (move, {"moved/readings": [0, 1], "run/readings": [2, 3]}, "run/readings"),
     "removed": (remove, {"run/readings": [2, 3]}, "run/readings"),

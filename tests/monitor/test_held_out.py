@@ -128,7 +128,7 @@ def failing_once():
     return model
 
 
-# What each draw gives, options, and how many batches are taken of it; steps, rows, what is said.
+# Batches of each draw, options, and how many batches are taken; steps, rows and warnings.
 TAKEN = {
     "until there are enough sequences": (of_size(4), {"tokens": 60}, 4, [0], 60, [EXTRA]),
     "one after another": (of_size(1), {"tokens": 60}, 16, [0], 60, [EXTRA]),

@@ -1,4 +1,4 @@
-"""What people type and see: names in place of functions, `with Monitor(...)`, one-line reprs."""
+"""People type and see names in place of functions, `with Monitor(...)`, one-line reprs."""
 
 import pytest
 

@@ -12,7 +12,7 @@ from support.mishaps import Interrupting, StopError, files, handled, press_ctrl_
 from support.models import PlainDecoder, batch
 from support.scenarios import OF_PROCESS
 
-# What a reading goes through from the first layer that is measured to its line in the record.
+# Files that a reading goes through, from its first measured layer to its line in the record.
 PARTS = files(
     "monitor/monitor.py", "monitor/outbox.py", "monitor/completion.py", "monitor/alarms.py",
     "monitor/run_writer.py", "monitor/hooks.py", "monitor/executor.py", "monitor/jobs.py",
@@ -223,8 +223,8 @@ def without_collections():
 
 @pytest.mark.usefixtures("without_collections")
 @pytest.mark.parametrize("name", PLACES)
-def test_what_a_signal_handler_raises_goes_on_to_the_loop(tmp_path, caplog, receiving, name):
-    """Wherever it strikes: as without geomon; afterwards readings are made as before."""
+def test_an_error_of_a_signal_handler_goes_on_to_the_loop(tmp_path, caplog, receiving, name):
+    """It does so wherever the signal strikes, and afterwards readings are made as before."""
     options = {"metrics": {"own": metric_of}, "tokens": 16, "schedule": 1} | PLACES[name]()
     model = PlainDecoder(width=8, layers=1, heads=2)
     monitor, came = Monitor(model, directory=tmp_path, **options), 0
@@ -247,7 +247,7 @@ def test_what_a_signal_handler_raises_goes_on_to_the_loop(tmp_path, caplog, rece
 
 
 @pytest.mark.parametrize("error", [ValueError, TimeoutError, OSError])
-def test_what_no_handler_raised_is_a_warning_as_before(tmp_path, caplog, error):
+def test_an_error_that_no_handler_raised_is_a_warning_as_before(tmp_path, caplog, error):
     def fail(hidden):
         raise error("of the metric")
 

@@ -18,7 +18,7 @@ from support.scenarios import EXTRA, Scenario, Watched, advance, check, log, ste
 
 SECOND = {"schedule": every(2)}
 LATE = "'loss' of step 0 came after its reading was recorded"
-# Where the loss of a step can be logged.
+# Places at which the loss of a step can be logged.
 PLACES = {
     "before": lambda s: [log(s, loss=torch.tensor(10.0 + s)), step(s)],
     "inside": lambda s: [step(s, loss=10.0 + s)],

@@ -1,4 +1,4 @@
-"""What a look holds of a training's memory, and how long."""
+"""A look holds few tensors of a training, and not for long."""
 
 import gc
 

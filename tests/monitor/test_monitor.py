@@ -1,4 +1,4 @@
-"""What a monitor says of a run, what it takes of its time, and how it ends without being closed."""
+"""A monitor describes a run, accounts for its time, and records it without being closed."""
 
 import gc
 import os

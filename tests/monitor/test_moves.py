@@ -137,7 +137,7 @@ def test_a_probe_is_a_look_too():
     assert (alert.step, alert.layers) == (40, (2,))
 
 
-def test_what_moves_again_and_stands_still_again_is_said_again():
+def test_weights_that_move_again_and_stand_still_again_are_another_alert():
     def twice(model, step):
         moving("blocks.1." if step < 40 or step >= 60 else "no")(model, step)
 
@@ -202,7 +202,7 @@ def drifting(factors, *, rate=lambda step: 1.0, rounds=False, shrinks=1.0):
     return move
 
 
-# What changes at step 300: the first alert's metric and layers, or None.
+# A change at step 300; metric and layers of the first alert, or None.
 DRIFTS = {
     "nothing": (drifting([1, 1, 1]), None),
     "one block stands still": (drifting([1, 0, 1]), ("unmoved/relative", {2})),

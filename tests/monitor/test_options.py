@@ -24,7 +24,7 @@ def options_of(**given):
     return CallbackSession(given, "GeometryMonitor").options
 
 
-# What a user may type wrong, and the words of the answer.
+# Options that are wrong, and the words of the error.
 WRONG = [
     ({"tokens": 0}, "tokens must be a whole number of at least 1, got 0"),
     ({"tokens": True}, "tokens must be a whole number of at least 1, got True"),
@@ -62,7 +62,7 @@ WRONG = [
     ),
 ]
 MODULE = "expected a torch.nn.Module, got"
-# What a monitor alone is given.
+# Arguments that only a monitor is given, and the words of the error.
 REFUSED = [
     (lambda: Monitor(PlainDecoder(), directory=None).probe(0), "no inputs to probe"),
     (lambda: Monitor(torch.nn.Linear(3, 3), directory=None), "no transformer blocks"),
@@ -171,7 +171,7 @@ def test_a_name_that_does_not_exist_is_answered_with_a_close_one(build):
 
 
 @pytest.mark.parametrize(("build", "words"), REFUSED)
-def test_what_a_monitor_cannot_use_is_said_in_one_line(build, words):
+def test_arguments_that_a_monitor_cannot_use_are_refused_in_one_line(build, words):
     with pytest.raises((ValueError, TypeError), match=words) as error:
         build()
     assert "\n" not in str(error.value)

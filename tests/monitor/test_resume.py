@@ -1,4 +1,4 @@
-"""What a monitor says at the first reading after a resume, and after a rewind."""
+"""A monitor raises alerts on changes at a resume, and at a rewind."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def spoil(model):
 @pytest.mark.parametrize("source", ["probe", "inline"])
 @pytest.mark.parametrize("way", ["another process", "back in one process"])
 @pytest.mark.parametrize("is_spoiled", [True, False])
-def test_what_came_with_a_resume_is_an_alert(way, source, is_spoiled, tmp_path, caplog):
+def test_weights_that_changed_at_a_resume_are_an_alert(way, source, is_spoiled, tmp_path, caplog):
     torch.manual_seed(0)
     model = PlainDecoder()
     options = {

@@ -1,4 +1,4 @@
-"""What a monitor makes of a run; the same on many ranks: support/ranks/runs.py."""
+"""Scenarios of runs: readings, alerts, warnings; support/ranks/runs.py has them on many ranks."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from support.scenarios import check
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_what_comes_of_a_run(tmp_path, caplog, name):
+def test_a_run_has_its_readings_alerts_and_warnings(tmp_path, caplog, name):
     check(SCENARIOS[name], tmp_path, caplog)

@@ -67,7 +67,7 @@ def too_late():
 AGAIN = "Taker failed and is tried again with the next readings; the record goes on: OSError: gone"
 LEFT = "Taker failed at 5 readings in a row and is left out from here on"
 CLOSING, SLOW = "closing Taker failed: OSError: gone", "Taker takes too long and is left out"
-# What the sink does; the steps that it is tried with and takes, whether it is closed; what is said.
+# A sink, the steps that it is tried with and those it takes, whether it is closed, and warnings.
 SINKS = {
     "takes all": (Taker, range(10), range(10), True, []),
     "fails always": (lambda: Taker(gone, range(20)), range(5), [], False, [AGAIN, LEFT]),

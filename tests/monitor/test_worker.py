@@ -206,7 +206,7 @@ FAILURES = {
 
 @pytest.mark.usefixtures("own_metrics_in_background")
 @pytest.mark.parametrize("name", FAILURES)
-def test_where_no_process_measures_a_thread_does_and_says_so_once(name, monkeypatch, caplog):
+def test_if_no_process_can_measure_a_thread_does_and_says_so_once(name, monkeypatch, caplog):
     metrics, event, at, why = FAILURES[name]
     found = []
     for background in ("process", "thread"):

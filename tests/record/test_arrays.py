@@ -1,4 +1,4 @@
-"""What figures need and no value holds: arrays of a reading, in a file beside the record."""
+"""Arrays of a reading, which figures need and no value holds, are in a file beside the record."""
 
 import io
 import itertools
@@ -101,7 +101,7 @@ FOLDERS = {
         [(0, 1), (10, 1), (20, 1), (30, 2)], BOTH,
         {(0, None): 1.0, (10, None): 1.0, (30, None): 2.0},
     ),
-    "those of a branch that was given up are kept apart": (
+    "arrays of a branch that was given up are kept apart": (
         [begin(0), put(0, 10, 20, 30), begin(15), write(20, source="probe"), put(30)],
         [(0, 1), (10, 1), (20, 2), (30, 2)], THEIRS,
         {(0, None): 1.0, (10, None): 1.0, (30, None): 2.0}, [(20, 1), (30, 1)],
@@ -147,7 +147,7 @@ def test_arrays_are_those_of_the_readings_that_stand(tmp_path, name):
         assert left == [".weights.npz.part", "step_000000_probe.npz", "weights.bin"]
 
 
-def test_of_readings_close_together_only_some_have_arrays(tmp_path):
+def test_only_some_of_the_readings_close_together_have_arrays(tmp_path):
     folder = began(tmp_path).arrays
     folder.path.mkdir()
     for step in range(0, 8_001, 10):
@@ -179,7 +179,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, error):
     assert folder.read(4, "probe")["mean_query/layer_01"][0] == 1.0
 
 
-def test_what_is_not_there_or_damaged_is_one_clear_line(tmp_path):
+def test_arrays_that_are_missing_or_damaged_are_one_clear_line(tmp_path):
     check(History([begin(0), put(0)], [(0, 1)], files=BOTH), tmp_path)
     with pytest.raises(FileNotFoundError, match=r"no arrays of step 7 at .*arrays=True keeps them"):
         read(tmp_path).arrays(7)

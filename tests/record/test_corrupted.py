@@ -18,12 +18,12 @@ HUGE = 10**400
 
 
 def changed(name: str, value: object) -> bytes:
-    """A reading of which one field has another value."""
+    """A reading with another value in one field."""
     return json.dumps(json.loads(GOOD[2]) | {name: value}).encode()
 
 
 def of_column(value: object) -> bytes:
-    """A reading of which one value of a column is another."""
+    """A reading with another value in a column."""
     content = json.loads(GOOD[2])
     content["stacks"][""]["twonn"]["layers"][0] = value
     return json.dumps(content).encode()

@@ -109,7 +109,7 @@ SAME_STEP = [
     for source, value, width in (("b", 5.0, 0.1), ("a", 4.0, 0.9), ("c", 6.0, math.nan))
 ]
 NEVER = [reading_of({"a/layer_01": math.nan, "a/mean": math.nan})]
-# What a run says in Python, and how it begins.
+# Forms of a run in Python, and how they begin.
 SHOWN = {
     "a curve": (
         lambda run: list(run["twonn/mean"]),
@@ -158,7 +158,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_what_a_run_shows(make_readings, name):
+def test_a_run_is_shown_in_python(make_readings, name):
     show, expected = SHOWN[name]
     run = make_readings(notes=["<b>few rows</b>"])
     assert show(run) == expected(run)

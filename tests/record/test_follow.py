@@ -37,7 +37,7 @@ def nothing(path):
     pass
 
 
-# What is done to the file, and which steps are new then, or what is refused.
+# Changes of the file, and the steps that are new after each, or the words of the error.
 COURSES = {
     "it grows, also in the middle of a line": [
         (nothing, []), (append(RUN + LINES[0] + LINES[1][:50]), [0]), (append(LINES[1][50:]), [16]),

@@ -1,4 +1,4 @@
-"""What charts show of a reading: few values, each of them alive, whatever the size of the model."""
+"""Charts show few values of a reading, each of them alive, whatever the size of the model."""
 
 import math
 
@@ -81,7 +81,7 @@ def of_lines(stack):
     return ["Multiline", [f"twonn/{stack}_layer_[0-9]+$", words]]
 
 
-# What is shown, and what it has to be.
+# Values that are shown, and what they have to be.
 CASES = {
     **{
         f"names of a model with {layers} layers": (

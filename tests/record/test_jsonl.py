@@ -137,9 +137,7 @@ REMOTE, NO_PATH = r"is remote storage, .* directory='runs/a'", r"is not a path \
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("use", [Record, read, lambda folder: Follower(Path(folder))])
-def test_what_is_no_folder_of_this_machine_is_refused_in_one_sentence(
-    tmp_path, monkeypatch, directory, words, use
-):
+def test_a_remote_folder_is_refused_in_one_sentence(tmp_path, monkeypatch, directory, words, use):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=words) as refusal:
         use(directory)

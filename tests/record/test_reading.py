@@ -70,7 +70,7 @@ METRICS = Readings(
 )  # fmt: skip
 NEWER, OLDER = {"geomon": "9999.1"}, {"geomon": "0.0.1"}
 LEFT_OUT = "The budget left out 12 readings that were due: a larger budget= makes more of them."
-# What is asked, and what is said.
+# Questions to readings, and their answers.
 ANSWERS = {
     "a series in order and without gaps": (lambda: POINTS.series("t/mean"), ([0, 2], [1.0, 3.0])),
     "of a layer": (lambda: POINTS.series("t/layer_01"), ([0, 2], [1.0, 3.0])),
@@ -138,7 +138,7 @@ ANSWERS = {
         True,
     ),
 }
-# What is asked, the error and its words.
+# Questions that are refused, the error and its words.
 REFUSED = {
     "a tag": (
         lambda: POINTS.series("t/meen"),
@@ -181,13 +181,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_what_readings_say(name):
+def test_readings_answer(name):
     ask, expected = ANSWERS[name]
     assert ask() == expected
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_readings_refuse(name):
+def test_readings_refuse(name):
     ask, error, words = REFUSED[name]
     with pytest.raises(error, match=words):
         ask()

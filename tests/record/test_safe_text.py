@@ -5,7 +5,7 @@ from geomon.record.safe_text import printable
 
 
 @given(st.text())
-def test_what_is_printed_has_one_line_and_acts_on_nothing(text):
+def test_printable_text_has_one_line_and_acts_on_nothing(text):
     shown = printable(text)
     assert len(shown) == len(text)
     assert shown.isprintable()

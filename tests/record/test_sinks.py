@@ -1,4 +1,4 @@
-"""What sinks show of readings and alerts: memory, and loggers that are made of functions."""
+"""Sinks show readings and alerts: memory, and loggers that are made of functions."""
 
 import pytest
 

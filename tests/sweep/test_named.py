@@ -1,4 +1,4 @@
-"""What the command line names: models, checkpoints, texts, and what it says of wrong names."""
+"""The command line names models, checkpoints and texts; wrong names are refused in words."""
 
 from pathlib import Path
 

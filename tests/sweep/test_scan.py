@@ -86,7 +86,7 @@ def scan_run(run, folder, model=None, **options):
 
 
 def values(reading):
-    """What is measured of the model: text, so that NaN equals NaN. A scan trains nothing."""
+    """Values of the model as text, so that NaN equals NaN; a scan logs no training."""
     other = ("geomon/", "training/")
     return json.dumps({t: x for t, x in reading.values.items() if not t.startswith(other)})
 
@@ -128,7 +128,7 @@ def test_a_folder_of_the_trainer_equals_the_live_record_of_the_model_with_its_he
 
 @pytest.mark.parametrize("holds", [dict, transformer], ids=["state dicts", "models"])
 def test_checkpoints_of_any_layout_are_read_in_the_order_of_their_steps(tmp_path, holds):
-    """What is loaded is a state dict or a model, and only when its turn comes."""
+    """Each is a state dict or a model, and is loaded only when its turn comes."""
     model, probe, weights, loaded = transformer("gpt2"), {"input_ids": PROBE % 50}, {}, []
     monitor = Monitor(model, directory=tmp_path / "live", metrics=CHOSEN, tokens=192)
     for step in (3, 40):
@@ -154,7 +154,7 @@ def test_checkpoints_of_any_layout_are_read_in_the_order_of_their_steps(tmp_path
 
 
 class _Adapted:
-    """As peft has it: weights that are added to those of a model."""
+    """Adapter as in peft: weights that are added to a model's."""
 
     def __init__(self, model, folder):
         self.model, self.weights = model, torch.load(Path(folder) / "adapter.pt")
@@ -198,7 +198,7 @@ def test_an_adapter_is_measured_as_merged_with_its_model(tmp_path, monkeypatch, 
     monkeypatch.setitem(sys.modules, "peft", peft)
     found = scan(None, checkpoints, **own)
     assert by_step(found) == by_step(read(tmp_path / "live"))
-    assert "cannot be merged" in caplog.text  # one of which nothing was loaded is left out
+    assert "cannot be merged" in caplog.text  # left out, because nothing of it was loaded
 
 
 @pytest.mark.parametrize("key", [None, "model", "model_state_dict", "optimizer"])
@@ -325,7 +325,7 @@ def test_if_every_checkpoint_fails_the_first_reason_is_the_error(run, tmp_path, 
         (transformer("gpt2"), 3, "step 8: it loads a int: expected a state dict, or a model"),
     ],
 )
-def test_what_a_checkpoint_loads_must_be_weights(tmp_path, model, loaded, words):
+def test_a_checkpoint_must_load_weights(tmp_path, model, loaded, words):
     with pytest.raises(ValueError, match=words):
         scan(model, [Checkpoint(8, lambda: loaded)], directory=tmp_path, **SMALL)
     with pytest.raises(ValueError, match=r"no checkpoints: expected a Checkpoint\(step, load\)"):
