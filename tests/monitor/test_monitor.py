@@ -3,7 +3,6 @@
 import gc
 import os
 import platform
-import sys
 import time
 import weakref
 from collections import Counter
@@ -16,6 +15,7 @@ import torch
 
 from geomon import METRICS, Memory, Monitor, read, select
 from geomon.capture import Window
+from geomon.capture.observer import PassObserver
 from geomon.distributed import RankGroup
 from geomon.metrics import Evaluator, searched_by
 from support.models import PlainDecoder, batch
@@ -141,7 +141,7 @@ def test_every_second_that_geomon_takes_counts_once_and_none_of_the_models(
     }  # fmt: skip
     seen = Monitor(model, **FEW | {"directory": None, "strict": True} | options)
     clock.slow_down(PlainDecoder, "forward", 0.5)
-    clock.slow_down(sys.modules[Window.__module__], "watch_calls", 2048.0)
+    clock.slow_down(PassObserver, "open", 2048.0)
     clock.slow_down(Window, "snapshots", 64.0)
     clock.slow_down(Evaluator, "combine", 1024.0)
     clock.slow_down(Memory, "write", 4096.0)
@@ -151,7 +151,7 @@ def test_every_second_that_geomon_takes_counts_once_and_none_of_the_models(
     spent, before = seen.account.spent, clock.taken.copy()
     read_step(model, 1, seen)
     taken = clock.taken - before
-    of_reading = {"watch_calls", "snapshots", "metric", "combine"}
+    of_reading = {"open", "snapshots", "metric", "combine"}
     assert set(taken) == of_reading | {"forward", "write", "call"}
     assert seen.account.spent - spent == taken.total() - of_others
     delay = sum(taken[name] for name in of_reading) + 0.75 - of_others
