@@ -265,18 +265,21 @@ def test_layers_and_heads_are_named_if_they_differ_and_their_mean_does_not(
     assert ("though their mean is not:" in printed) == bool(named)
 
 
-def test_the_farthest_of_many_layers_that_differ_are_listed(tmp_path):
+@pytest.mark.parametrize("margins", ["equal", "growing"])
+def test_the_farthest_beyond_their_margins_of_many_layers_are_listed(margins, tmp_path):
     folders = []
     for name, sign in (("a", 1), ("b", -1)):
         values = {"own/mean": 0.0, "own/mean/margin": 0.1}
         for layer in range(40):
-            place = f"own/layer_{layer:02d}"
-            values |= {place: sign * (-1) ** layer * (1.0 + layer), f"{place}/margin": 0.1}
+            place, margin = f"own/layer_{layer:02d}", 0.1
+            if margins == "growing":  # faster than the differences
+                margin *= (1.0 + layer / 40) ** 2 * (1.0 + layer)
+            values |= {place: sign * (-1) ** layer * (1.0 + layer), f"{place}/margin": margin}
         folders.append(write(tmp_path / name, [reading_of(values, 8)]))
     printed = invoke("compare", *folders).stdout
     assert "their mean is not (the 24 farthest of 40):" in printed
     found = [int(layer) for layer in re.findall(r"^  own, layer (\d+):", printed, re.M)]
-    assert found == list(range(39, 15, -1))
+    assert found == [*(range(39, 15, -1) if margins == "equal" else range(24))]
 
 
 # Values by layer, and where `geomon figure` says that they peak.

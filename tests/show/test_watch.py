@@ -120,6 +120,21 @@ def test_an_overview_fits_the_terminal_and_cuts_no_word(make_readings, width):
     assert any("5.3 ± 0.1     ▁▁▂▅██▇▆▅ " in f"{line} " for line in lines)  # value and curve whole
 
 
+def test_a_brief_overview_has_one_line_for_all_alerts_and_no_note(make_readings):
+    readings = make_readings(source="inline", notes=["a note of the last reading"])
+    run = alerted(readings, [(0, "not_finite"), (64, "logit_growth")])
+    console = Console(width=80, color_system=None, file=io.StringIO())
+    console.print(view(run, is_brief=True))
+    brief = console.file.getvalue()
+    assert "\nAlerts: not finite at step 0, logit growth at step 64\n" in brief
+    assert "Alert at" not in brief
+    assert "note" not in brief
+    console.print(view(run))
+    whole = console.file.getvalue().removeprefix(brief)
+    assert "Alert at step 0: not finite" in whole
+    assert "note: a note of the last reading" in whole
+
+
 def test_a_record_is_followed_while_it_is_written(make_readings, tmp_path, screens):
     readings, path = make_readings(), tmp_path / FILE_NAME
     line = readings[0].line()
