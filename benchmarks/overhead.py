@@ -1,4 +1,4 @@
-"""What one watched forward pass costs beyond a plain one: Python, and memory."""
+"""Costs of one watched forward pass beyond a plain one: Python, and memory."""
 
 import ctypes
 import gc

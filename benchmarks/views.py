@@ -52,10 +52,10 @@ class Seen(NamedTuple):
     """One pass of a model, as captured.
 
     Attributes:
-        inputs: What the pass ran on: "same", "shorter" or "fewer".
+        inputs: Inputs of the pass: "same", "shorter" or "fewer".
         layers: By stack and depth: numbers of arrays by view, and why views are missing.
         notes: Words of all notes.
-        error: What ended it, or "".
+        error: The error that ended the pass, or "".
     """
 
     inputs: str

@@ -68,7 +68,7 @@ class Subject:
     labels: Callable[[Tensor], Tensor] = lambda windows: windows[:, 1:]
 
     def loss(self, windows: Any) -> Tensor:
-        """Compute the mean cross-entropy of what follows, in nats."""
+        """Compute the mean cross-entropy of the next tokens, in nats."""
         labels = self.labels(windows)
         outputs = self.model(windows[:, :-1])
         logits = getattr(outputs, "logits", outputs)[:, : labels.shape[1]]
@@ -97,10 +97,10 @@ class Fault:
 
     Attributes:
         name: Name of the fault.
-        kind: "loud" where the loss was expected to jump at once, "silent" where it was expected to
-            absorb the fault, "creeping" where the fault grows, "unseen" where nothing was expected
-            and no alert was made for it.
-        words: What it does, for a table.
+        kind: "loud" if the loss was expected to jump at once, "silent" if it was expected to absorb
+            the fault, "creeping" if the fault grows, "unseen" if nothing was expected and no alert
+            was made for it.
+        words: Description of the fault, for a table.
         change: Function that puts the fault into a training.
         local: Whether it is in one block.
         block: Kind of blocks that it needs; "" for any.

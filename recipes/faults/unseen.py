@@ -278,7 +278,7 @@ class Cell:
 
     @property
     def folder(self) -> Path:
-        """Folder of the run below that of all runs."""
+        """Folder of the run inside the folder of all runs."""
         return Path(self.training) / self.what
 
     @property

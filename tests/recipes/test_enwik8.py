@@ -133,7 +133,7 @@ def test_a_checkpoint_is_scanned_by_the_name_of_its_class(finished, tmp_path, mo
 
 
 def values_of(readings):
-    """What is measured at one look, by step; NaN equals NaN. Two looks depend on the machine."""
+    """Values measured at one look, by step; NaN equals NaN, and two looks depend on the machine."""
     others = ("geomon/", "update_size/", "unmoved/")
     return {
         each.step: {tag: repr(x) for tag, x in each.values.items() if not tag.startswith(others)}

@@ -79,7 +79,7 @@ def test_the_command_leaves_records_claims_and_pictures(finished):
 
 
 def values_of(path):
-    """What was measured at the end."""
+    """Values of the last reading."""
     found = read(path)[-1].values
     return {tag: value for tag, value in found.items() if not tag.startswith("geomon/")}
 

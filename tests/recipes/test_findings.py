@@ -1,4 +1,4 @@
-"""What the experiments read off curves and records of known shape."""
+"""Findings that experiments read off curves and records of known shape."""
 
 import itertools
 import math

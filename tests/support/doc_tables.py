@@ -1,4 +1,4 @@
-"""Lists of docs, made of what is declared; `python tests/support/doc_tables.py` writes them."""
+"""Lists in the docs, made from declarations; `python tests/support/doc_tables.py` writes them."""
 
 import re
 from pathlib import Path

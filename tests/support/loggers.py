@@ -13,7 +13,7 @@ from support.wandb_file import Run
 
 
 class Shown(NamedTuple):
-    """What a logger has: values with their steps, alerts and their number too, and pictures."""
+    """Values with their steps, alerts, their number, and pictures that a logger has."""
 
     rows: list[tuple[int, dict[str, float]]]
     alerts: list[tuple[int, str]]

@@ -51,7 +51,7 @@ def ragged_readings(ranks: RankGroup, folder: Path) -> None:
 
 
 def same_tokens(ranks: RankGroup, folder: Path) -> None:
-    """All ranks are given one batch, as those of a pipeline are: the first is read, and said."""
+    """All ranks get one batch, as in a pipeline: only the first is read, and a note says so."""
     model, (ids, mask) = Decoder(), ragged(0)
     monitor, memory = monitor_of(model, tokens=400)
     with monitor(0):
