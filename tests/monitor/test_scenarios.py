@@ -1,4 +1,4 @@
-"""What a monitor makes of a run; the same on many ranks: support/ranks/runs.py."""
+"""What a monitor makes of a run; the same on many ranks: support/ranks/whole_runs.py."""
 
 import pytest
 
