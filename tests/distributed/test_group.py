@@ -26,6 +26,7 @@ with contextlib.suppress(ImportError):
     from transformers import Trainer
 with contextlib.suppress(ImportError):
     import lightning.pytorch
+    import geomon.lightning, torch.utils.tensorboard, matplotlib.figure, benchmarks.mesh_models
 """
 TOGETHER = Program((ragged_readings, same_tokens, split_batch, probes, scenarios, strategies))
 ALONE = {
