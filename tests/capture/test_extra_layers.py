@@ -70,8 +70,8 @@ class FusedNorm(nn.LayerNorm):
         return super().forward(x), x
 
 
-def of_two_norms():
-    """Of two norms that are given the last hidden states the first counts."""
+def with_two_norms():
+    """Two norms receive the last hidden states: the first one counts."""
 
     def run(model, x):
         model.kept, x = model.norm(run_blocks(model, x))
@@ -93,7 +93,7 @@ def of_torch(batch_first):
 
 MODELS = {
     **{name: functools.partial(of_transformers, name) for name in ("gpt2", "llama", "mistral")},
-    "T5": of_t5, "early exits": of_early_exits, "two norms": of_two_norms,
+    "T5": of_t5, "early exits": of_early_exits, "two norms": with_two_norms,
     "torch": lambda: of_torch(batch_first=True),
     "torch, length first": lambda: of_torch(batch_first=False),
 }  # fmt: skip
@@ -127,7 +127,7 @@ def norm_of_something_else():
     [lambda: transformer("bert"), PlainDecoder, norm_of_something_else],
     ids=["blocks that end in a norm", "no norm", "norm of something else"],
 )
-def test_where_there_is_none_the_reason_is_said(model):
+def test_a_model_without_a_final_norm_says_why(model):
     made = model()
     found = layers(made, {"input_ids": batch()} if hasattr(made, "config") else batch())
     stack = next(layer for layer in found.values() if layer.stack == "final_norm")
@@ -183,7 +183,7 @@ def test_a_model_without_the_matrices_says_so(extra, words):
         measure(encoder(), torch.randn(4, 8, 32), metrics=ANISOTROPY, extra_layers=extra)
 
 
-def test_of_several_ranks_a_matrix_is_taken_once():
+def test_several_ranks_take_a_matrix_once():
     model, ids = PlainDecoder(), batch()
     one = layers(model, ids, rows=20)["embedding/0"]
     other = dataclasses.replace(one, captured={}, missing={"hidden": "why"})
@@ -197,7 +197,7 @@ def test_names_are_checked():
             Monitor(PlainDecoder(), directory=None, extra_layers=given)
 
 
-def test_of_a_model_that_was_not_run_no_matrix_is_measured():
+def test_matrices_of_a_model_that_was_not_run_are_not_measured():
     with window(PlainDecoder(), views={"hidden"}, extra_layers=EXTRA) as seen:
         pass
     last = seen.snapshot().layers[-1]
@@ -238,7 +238,7 @@ def test_a_weight_that_gives_no_rows_is_missing_alone(kind, reason):
     assert seen["embedding/0"].missing == seen["/3"].missing == {}
 
 
-def test_what_an_adapter_adds_to_a_matrix_is_said():
+def test_the_share_of_an_adapter_in_a_matrix_is_noted():
     def beside(base):
         """Around a matrix, and of its widths."""
         widths = {"in_features": base.in_features, "out_features": base.out_features}

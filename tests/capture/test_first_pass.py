@@ -202,6 +202,17 @@ def test_a_dropped_layer_says_so_and_the_others_keep_their_depth():
     assert "not run in this pass although others did" in layers[2].missing["query"]
 
 
+def test_stacks_that_are_called_one_after_another_are_all_seen():
+    """A translator may call its encoder and its decoder, and nobody the model around them."""
+    model = nn.Transformer(32, 4, 2, 2, 64, dropout=0.0, batch_first=True)
+    with torch.no_grad(), window(model) as seen:
+        memory = model.encoder(torch.randn(4, 9, 32))
+        model.decoder(torch.randn(4, 7, 32), memory)
+    layers = by_place(seen.snapshot())
+    for stack in ("encoder", "decoder"):
+        assert all("hidden" in layers[stack, depth].captured for depth in range(3))
+
+
 # -- recomputation -----------------------------------------------------------------------------
 
 
@@ -239,7 +250,7 @@ def test_recomputation_changes_neither_the_layers_nor_what_they_hold(owner):
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_of_lists_of_sublayers_what_enters_each_is_a_layer(parts):
+def test_the_input_of_each_list_of_sublayers_is_a_layer(parts):
     """With a second part of the sequences, a second round: it gives the first no layer."""
 
     def run(m, x):
@@ -319,7 +330,7 @@ def lists(kinds: str, *, before: bool = True, joins=Residual) -> nn.Module:
     ],
 )
 @pytest.mark.parametrize("joins", [Residual, Gate])
-def test_of_lists_with_a_residual_the_sum_is_the_layer(kinds, ends, attending, before, joins):
+def test_the_sum_is_the_layer_of_lists_with_a_residual(kinds, ends, attending, before, joins):
     model = lists(kinds, before=before, joins=joins)
     x, context = torch.randn(4, 9, 32), torch.randn(4, 9, 32)
     seen = look(model, x, context)

@@ -1,4 +1,4 @@
-"""What code that nobody here wrote does in its blocks: seen as it is, and left as it is."""
+"""Blocks with code that nobody here wrote are seen as they are, and left as they are."""
 
 import math
 
@@ -149,7 +149,7 @@ def fused(q, k, v):
     return F.scaled_dot_product_attention(q, k, v)
 
 
-# What else attends in a block, to states [batch, token, 2, width].
+# Other attentions in a block, to states [batch, token, 2, width].
 MIXES = {
     "each token, its own states": lambda m, states: fused(
         m.asks.expand(*states.shape[:2], -1, -1), states, states
@@ -570,7 +570,7 @@ def third(x):
     return x[:, ::3]
 
 
-# What is projected to queries and to keys, and the share of tokens whose query or key is unknown.
+# Tensors projected to queries and keys, and the share of tokens whose query or key is unknown.
 SUBSETS = {
     "keys of every third token": (lambda m, x: (m.q_proj(x), m.k_proj(third(x))), 0),
     "chosen after the projection": (lambda m, x: (m.q_proj(x), third(m.k_proj(x))), 0),

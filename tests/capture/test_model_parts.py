@@ -1,4 +1,4 @@
-"""What a training has in hand: a model, or stages, of which torch's own say what these do."""
+"""A training has a model in hand, or pipeline stages, which torch's schedules describe."""
 
 from types import SimpleNamespace
 

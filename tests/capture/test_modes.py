@@ -70,7 +70,7 @@ def test_a_mode_that_changes_products_makes_the_same_weights(mode, watched, by_h
 
 @pytest.mark.parametrize("by_hand", [True, False], ids=["by hand", "fused"])
 @pytest.mark.parametrize("watched", WAYS)
-def test_what_is_computed_beside_the_training_is_not_counted(watched, by_hand):
+def test_operators_beside_the_training_are_not_counted(watched, by_hand):
     counts = []
     for each in (None, watched):
         with FlopCounterMode(display=False) as counter:
@@ -117,7 +117,7 @@ LOOKS = {
 
 
 def met_in_steps(mode, model, look=None):
-    """What a mode around each whole step meets."""
+    """List the operators that a mode around each whole step meets."""
     torch.manual_seed(0)
     model, ids, met = MODELS[model](), torch.randint(0, 20, (8, 12)), []
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)

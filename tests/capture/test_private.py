@@ -14,7 +14,7 @@ from support.watched import notes, window
 
 
 def _without_names() -> dict[str, object]:
-    """What stands for each private name in a release of torch that has none of them."""
+    """Map each private name to its substitute in a release of torch that has none of them."""
     spec = importlib.util.spec_from_file_location("bare", private.__file__)
     bare = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:

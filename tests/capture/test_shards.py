@@ -92,7 +92,7 @@ def test_even_shares_lie_one_after_another(dim, shape, starts):
     ("placements", "words"),
     [((Shard(2),), "sharded along their width"), ((Partial(),), "partial: the ranks' values")],
 )
-def test_what_cannot_be_read_by_rows_is_refused(placements, words):
+def test_tensors_that_cannot_be_read_by_rows_are_refused(placements, words):
     with pytest.raises(ShardingError, match=words):
         slice_of(sharded((4, 6, 8), placements, (2,), (1,)))
 

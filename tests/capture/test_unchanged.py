@@ -1,4 +1,8 @@
-"""What an extra pass changes in a model is put back, or said once and not done again."""
+"""An extra pass leaves a model as it was, or says once what it changed and is not made again.
+
+Most models here hold a layer whose output depends on the passes before. If an extra pass changed
+its state for good, the training that follows would give other losses.
+"""
 
 import functools
 import random
@@ -7,6 +11,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from contextlib import nullcontext, suppress
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,437 +24,656 @@ from geomon.capture import extra_pass
 from support.measuring import watching
 from support.models import PlainDecoder, Running, batch
 
+# -- layers with a state --------------------------------------------------------------------------
 
-class Stateful(nn.Module):
-    """Scales rows by a number that depends on the calls before.
 
-    Args:
-        begin: Function of the module that makes its state.
-        turn: Function of the module and of its input that changes the state and returns a number.
-    """
-
-    def __init__(self, begin, turn) -> None:
-        super().__init__()
-        begin(self)
-        self.turn = turn
+class StatefulLayer(nn.Module):
+    """A layer that scales its input by a factor that depends on the calls before."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (1 + 0.1 * self.turn(self, x))
+        return x * (1 + 0.1 * self.next_factor(x))
 
 
-def holds(value):
-    """What begins with one attribute."""
-    return lambda module: setattr(module, "state", value())
+class AppendsToList(StatefulLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.means = []
+
+    def next_factor(self, x):
+        self.means.append(x.mean())
+        return len(self.means)
 
 
-def does(action, number=len):
-    """What changes that attribute, and makes a number of it."""
+class AppendsToFullDeque(StatefulLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.newest = deque([0, 0, 0], maxlen=3)
 
-    def turn(module, x):
-        action(module.state, x)
-        return number(module.state)
-
-    return turn
-
-
-def sets(function, number=float):
-    def turn(module, x):
-        module.state = function(module.state, x)
-        return 0.0 if module.state is None else number(module.state)
-
-    return turn
+    def next_factor(self, x):
+        self.newest.append(3)
+        return sum(self.newest)
 
 
-def draws(function):
-    return lambda module, x: function(module.state)
+class AppendsToNestedContainer(StatefulLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = {"inputs": ([deque()],)}
+
+    def next_factor(self, x):
+        inputs = self.cache["inputs"][0][0]
+        inputs.append(x)
+        return len(inputs)
 
 
-def parameter(**options):
-    return holds(lambda: nn.Parameter(torch.ones(1), **options))
+class CountsInListedTensor(StatefulLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = [torch.zeros(1)]
+
+    def next_factor(self, x):
+        return self.counts[0].add_(1).item()
 
 
-def buffer(module):
-    module.register_buffer("state", torch.zeros(1), persistent=False)
+class DecaysTensorWithGraph(StatefulLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1)) * 1
+
+    @torch.no_grad()
+    def next_factor(self, x):
+        return self.scale.mul_(0.9).item()
 
 
-@torch.no_grad()
-def decays(parameter, x):
-    parameter.mul_(0.9)
+class CountsCalls(StatefulLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def next_factor(self, x):
+        self.calls += 1
+        return float(self.calls)
 
 
-def decays_by_data(parameter, x):
-    parameter.data.mul_(0.9)
+class TogglesTensorAndNone(StatefulLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(1)
+
+    def next_factor(self, x):
+        self.scale = None if self.scale is not None else torch.ones(1)
+        return 0.0 if self.scale is None else float(self.scale)
 
 
-def has_other_data(parameter, x):
-    parameter.data = parameter.data * 0.9
+class DeletesAttribute(StatefulLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = 1.0
+
+    def next_factor(self, x):
+        return vars(self).pop("first", 0.0)
 
 
-def grows(parameter, x):
-    parameter.data = torch.ones(len(parameter) + 1)
+class MakesAttributeWhenCalled(StatefulLayer):
+    def next_factor(self, x):
+        is_first = not hasattr(self, "called")
+        self.called = True
+        return float(is_first)
 
 
-def makes(name, make):
-    """What makes a part of the module in its first call."""
+class CountsInArray(StatefulLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = np.zeros(1)
 
-    def turn(module, x):
-        if getattr(module, name, None) is None:
-            setattr(module, name, make())
-        made = getattr(module, name)
-        weight = made.weight if isinstance(made, nn.Module) else made
-        return weight.sum() + torch.rand(1)
-
-    return turn
+    def next_factor(self, x):
+        return np.add(self.counts, 1, out=self.counts).item()
 
 
-def forgets(module, x):
-    found = getattr(module, "state", 0.0)
-    vars(module).pop("state", None)
-    return found
+class DrawsFromTorch(StatefulLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def next_factor(self, x):
+        return torch.rand(1, generator=self.generator)
 
 
-def hooks_once(module, x):
-    if not module.state:
-        module.register_forward_hook(lambda module, args, output: output * 1.1)
-    module.state = True
-    return 1.0
+class DrawsFromListedGenerator(StatefulLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generators = [torch.Generator().manual_seed(1)]
+
+    def next_factor(self, x):
+        return torch.rand(1, generator=self.generators[0])
 
 
-def scripted(module):
-    module.state = nn.ModuleList([torch.jit.script(nn.BatchNorm1d(32))])
+class DrawsFromNumPy(StatefulLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = np.random.default_rng(1)
+
+    def next_factor(self, x):
+        return self.generator.random()
 
 
-def counted_norm(module, x):
-    module.state[0](x.flatten(0, 1))
-    return module.state[0].num_batches_tracked.item()
+class DrawsFromRandomState(StatefulLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = np.random.RandomState(1)
+
+    def next_factor(self, x):
+        return self.generator.rand()
 
 
-KINDS = {
-    "list": (holds(list), does(lambda s, x: s.append(x.mean()))),
-    "deque": (holds(lambda: deque([0] * 3, maxlen=3)), does(lambda s, x: s.append(len(s)), sum)),
-    "containers in containers": (
-        holds(lambda: {"a": ([deque()],)}),
-        does(lambda s, x: s["a"][0][0].append(x), lambda s: len(s["a"][0][0])),
-    ),
-    "a tensor in a list": (
-        holds(lambda: [torch.zeros(1)]), does(lambda s, x: s[0].add_(1), lambda s: s[0].item())
-    ),
-    "a tensor with a graph": (
-        holds(lambda: nn.Parameter(torch.ones(1)) * 1), does(decays, lambda s: s.item())
-    ),
-    "number": (holds(int), sets(lambda s, x: s + 1)),
-    "a tensor to None": (
-        holds(lambda: torch.ones(1)), sets(lambda s, x: None if s is not None else torch.ones(1))
-    ),
-    "an attribute that goes": (holds(lambda: 1.0), forgets),
-    "an array": (
-        holds(lambda: np.zeros(1)), does(lambda s, x: np.add(s, 1, out=s), lambda s: s.item())
-    ),
-    "torch.Generator": (
-        holds(lambda: torch.Generator().manual_seed(1)),
-        draws(lambda s: torch.rand(1, generator=s)),
-    ),
-    "a generator in a list": (
-        holds(lambda: [torch.Generator().manual_seed(1)]),
-        draws(lambda s: torch.rand(1, generator=s[0])),
-    ),
-    "NumPy's generator": (holds(lambda: np.random.default_rng(1)), draws(lambda s: s.random())),
-    "NumPy's RandomState": (holds(lambda: np.random.RandomState(1)), draws(lambda s: s.rand())),
-    "Python's generator": (holds(lambda: random.Random(1)), draws(lambda s: s.random())),
-    "a codebook": (parameter(requires_grad=False), does(decays, lambda s: s)),
-    "a codebook with gradient": (parameter(), does(decays_by_data, lambda s: s)),
-    "a parameter that is frozen at times": (
-        parameter(), does(lambda s, x: s.requires_grad_(not s.requires_grad), lambda s: s)
-    ),
-    "other data of a parameter": (parameter(), does(has_other_data, lambda s: s)),
-    "a parameter that grows": (parameter(requires_grad=False), does(grows)),
-    "a parameter that is made": (
-        lambda module: module.register_parameter("state", None),
-        makes("state", lambda: nn.Parameter(torch.rand(1))),
-    ),
-    "a module that is made": (
-        lambda module: None,
-        makes("inner", lambda: nn.Linear(1, 1)),
-    ),
-    # As transformers does it: both of them, or neither.
-    "a hook and a flag": (holds(bool), hooks_once),
-    "a hidden module": (holds(lambda: [nn.BatchNorm1d(32)]), counted_norm),
-    "a module that is compiled by torch.jit": (scripted, counted_norm),
-    "a buffer": (buffer, does(lambda s, x: s.add_(1), float)),
-    "a buffer, unseen by its version": (buffer, does(lambda s, x: s.data.add_(1), float)),
-    "another buffer": (buffer, sets(lambda s, x: s + 1)),
-    "a buffer that is made": (
-        lambda module: module.register_buffer("state", None),
-        makes("state", lambda: torch.rand(1)),
-    ),
-}  # fmt: skip
+class DrawsFromPython(StatefulLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = random.Random(1)
+
+    def next_factor(self, x):
+        return self.generator.random()
 
 
-# More than is copied of parameters.
-LARGE = (
-    holds(lambda: nn.Parameter(torch.ones(2**21 + 1), requires_grad=False)),
-    does(decays, lambda s: s[0].item()),
-)
+class DrawsFromProcess(StatefulLayer):
+    """Draws from the generators that all of the process shares."""
+
+    def next_factor(self, x):
+        return random.random() + np.random.rand() + torch.rand(1)
+
+
+class DecaysFrozenCodebook(StatefulLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.codebook = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def next_factor(self, x):
+        return self.codebook.mul_(0.9)
+
+
+class DecaysTrainedCodebook(StatefulLayer):
+    """Writes past autograd, so that the version of the parameter does not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codebook = nn.Parameter(torch.ones(1))
+
+    def next_factor(self, x):
+        self.codebook.data.mul_(0.9)
+        return self.codebook
+
+
+class FreezesItselfAtTimes(StatefulLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def next_factor(self, x):
+        return self.weight.requires_grad_(not self.weight.requires_grad)
+
+
+class ExchangesData(StatefulLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def next_factor(self, x):
+        self.weight.data = self.weight.data * 0.9
+        return self.weight
+
+
+class GrowsParameter(StatefulLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def next_factor(self, x):
+        self.codes.data = torch.ones(len(self.codes) + 1)
+        return len(self.codes)
+
+
+class MakesParameterWhenCalled(StatefulLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("weight", None)
+
+    def next_factor(self, x):
+        if self.weight is None:
+            self.weight = nn.Parameter(torch.rand(1))
+        return self.weight.sum() + torch.rand(1)
+
+
+class MakesModuleWhenCalled(StatefulLayer):
+    def next_factor(self, x):
+        if not hasattr(self, "inner"):
+            self.inner = nn.Linear(1, 1)
+        return self.inner.weight.sum() + torch.rand(1)
+
+
+class MakesBufferWhenCalled(StatefulLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", None)
+
+    def next_factor(self, x):
+        if self.scale is None:
+            self.scale = torch.rand(1)
+        return self.scale.sum() + torch.rand(1)
+
+
+class PlacesHookOnce(StatefulLayer):
+    """Places a hook and sets a flag, as transformers does: both must be put back, or neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_hook = False
+
+    def next_factor(self, x):
+        if not self.has_hook:
+            self.register_forward_hook(lambda module, args, output: output * 1.1)
+        self.has_hook = True
+        return 1.0
+
+
+class HidesModuleInList(StatefulLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = [nn.BatchNorm1d(32)]
+
+    def next_factor(self, x):
+        self.norms[0](x.flatten(0, 1))
+        return self.norms[0].num_batches_tracked.item()
+
+
+class HoldsScriptedModule(HidesModuleInList):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([torch.jit.script(nn.BatchNorm1d(32))])
+
+
+class CountsInBuffer(StatefulLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1), persistent=False)
+
+    def next_factor(self, x):
+        return float(self.count.add_(1))
+
+
+class CountsInBufferUnseen(CountsInBuffer):
+    """Writes past autograd, so that the version of the buffer does not change."""
+
+    def next_factor(self, x):
+        return float(self.count.data.add_(1))
+
+
+class ExchangesBuffer(CountsInBuffer):
+    def next_factor(self, x):
+        self.count = self.count + 1
+        return float(self.count)
+
+
+STATEFUL_LAYERS = [
+    AppendsToList, AppendsToFullDeque, AppendsToNestedContainer, CountsInListedTensor,
+    DecaysTensorWithGraph, CountsCalls, TogglesTensorAndNone, DeletesAttribute,
+    MakesAttributeWhenCalled, CountsInArray,
+    DrawsFromTorch, DrawsFromListedGenerator, DrawsFromNumPy, DrawsFromRandomState,
+    DrawsFromPython, DrawsFromProcess, DecaysFrozenCodebook, DecaysTrainedCodebook,
+    FreezesItselfAtTimes, ExchangesData, GrowsParameter, MakesParameterWhenCalled,
+    MakesModuleWhenCalled, MakesBufferWhenCalled, PlacesHookOnce, HidesModuleInList,
+    HoldsScriptedModule, CountsInBuffer, CountsInBufferUnseen, ExchangesBuffer,
+]  # fmt: skip
+
+
+class DecaysLargeParameter(StatefulLayer):
+    """Writes into a parameter that is too large to be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = nn.Parameter(torch.ones(2**21 + 1), requires_grad=False)
+
+    def next_factor(self, x):
+        return self.state.mul_(0.9)[0].item()
+
+
+class ExchangesLargeData(DecaysLargeParameter):
+    def next_factor(self, x):
+        self.state.data = self.state.data * 0.9
+        return self.state[0].item()
+
+
+class MixesByNormalizedWeight(StatefulLayer):
+    """Has a weight that is computed at each access unless it is cached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = parametrizations.weight_norm(nn.Linear(32, 32))
+
+    def next_factor(self, x):
+        return self.linear(x)
 
 
 class Decoder(PlainDecoder):
-    """A compiled module as any, which costs the compiler nothing."""
+    """A decoder whose compiled call costs the compiler nothing."""
 
     @torch.compiler.disable
     def forward(self, ids):
         return super().forward(ids)
 
 
-def built(begin, turn):
+def decoder_with(layer: type[StatefulLayer]) -> Decoder:
     torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
     model = Decoder(layers=1)
-    for block in model.blocks:
-        block.mlp.append(Stateful(begin, turn))
+    model.blocks[0].mlp.append(layer())
     return model
 
 
-def trained(model, how, *, watched, around=nullcontext):
-    """Losses of a few steps and what the model returns then; with extra passes, or without."""
-    torch.compiler.reset()
-    if how == "twin":
-        model.compile(backend="eager")
-    metrics = {"rows": lambda hidden: float(len(hidden))}
-    probe = batch(2, 8, seed=1) if how == "probe" else None
-    monitor, _ = watching(model, metrics=metrics, tokens=16, probe=probe, strict=False)
+# -- extra passes during training -----------------------------------------------------------------
+
+
+def no_look(step):
+    return nullcontext()
+
+
+def train(model, look=no_look, *, around=nullcontext) -> list[float]:
+    """Train for three steps, each under `look(step)`; returns losses and the outputs afterwards."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    found = []
+    losses = []
     for step in range(3):
-        if how == "unprotected":
-            with torch.no_grad():
-                model(batch(2, 8, seed=1))
-        with around(), monitor(step) if watched else nullcontext():
+        with around(), look(step):
             loss = model(batch(2, 8)).square().mean()
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
+        losses.append(loss.item())
     with torch.no_grad():
-        found += model(batch(2, 8)).flatten().tolist()
-    return found
+        return losses + model(batch(2, 8)).flatten().tolist()
+
+
+def watched_by_probe(model):
+    """Look at each step by a probe, an extra pass on other tokens."""
+    return monitored(model, probe=batch(2, 8, seed=1))
+
+
+def watched_by_twin(model):
+    """Look at each step by the eager twin of a compiled model."""
+    torch.compiler.reset()
+    model.compile(backend="eager")
+    return monitored(model)
+
+
+def monitored(model, **options):
+    metrics = {"rows": lambda hidden: float(len(hidden))}
+    monitor, _ = watching(model, metrics=metrics, tokens=16, strict=False, **options)
+    return monitor
+
+
+def passes_without_protection(model):
+    """Run the model once more before each step, and put nothing back."""
+
+    def look(step):
+        with torch.no_grad():
+            model(batch(2, 8, seed=1))
+        return nullcontext()
+
+    return look
+
+
+WATCHING = [watched_by_probe, watched_by_twin]
 
 
 @functools.cache
-def plain(kind):
-    return trained(built(*KINDS[kind]), "", watched=False)
+def unwatched_losses(layer):
+    return train(decoder_with(layer))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
-@pytest.mark.parametrize("how", ["probe", "twin"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_model_with_a_state_trains_as_without_extra_passes(kind, how):
-    assert trained(built(*KINDS[kind]), how, watched=True) == plain(kind)
+@pytest.mark.parametrize("watch", WATCHING)
+@pytest.mark.parametrize("layer", STATEFUL_LAYERS)
+def test_a_model_with_a_state_trains_as_if_no_extra_pass_were_made(layer, watch):
+    model = decoder_with(layer)
+    assert train(model, watch(model)) == unwatched_losses(layer)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_state_would_be_noticed(kind):
-    assert trained(built(*KINDS[kind]), "unprotected", watched=False) != plain(kind)
+@pytest.mark.parametrize("layer", STATEFUL_LAYERS)
+def test_an_unprotected_pass_would_change_the_training(layer):
+    """Otherwise the test above would notice nothing."""
+    model = decoder_with(layer)
+    assert train(model, passes_without_protection(model)) != unwatched_losses(layer)
 
 
-CACHED = (
-    holds(lambda: parametrizations.weight_norm(nn.Linear(32, 32))),
-    lambda module, x: module.state(x),
-)
+@pytest.mark.parametrize("watch", WATCHING)
+def test_weights_cached_by_parametrize_are_not_left_by_an_extra_pass(watch):
+    plain = train(decoder_with(MixesByNormalizedWeight), around=parametrize.cached)
+    model = decoder_with(MixesByNormalizedWeight)
+    assert train(model, watch(model), around=parametrize.cached) == plain
 
 
-@pytest.mark.parametrize("how", ["probe", "twin"])
-def test_weights_that_are_cached_are_not_those_of_an_extra_pass(how):
-    plain = trained(built(*CACHED), "", watched=False, around=parametrize.cached)
-    found = trained(built(*CACHED), how, watched=True, around=parametrize.cached)
-    assert found == plain
+def test_switches_of_torch_are_as_before():
+    with torch.autocast("cpu"):
+        extra_pass(decoder_with(AppendsToList), batch(2, 8), nullcontext())
+        assert torch.is_grad_enabled()
+        assert torch.is_autocast_cache_enabled()
 
 
-# -- what cannot be put back ---------------------------------------------------------------------
+# -- limits of what is put back -------------------------------------------------------------------
 
 
-def passes(model, action=lambda model: model(batch(2, 8)), times=3):
-    """Make some extra passes; returns how many were made, and why others were not."""
-    made, refused = 0, set()
+class Passes(NamedTuple):
+    """Extra passes that were tried: how many were made, and why the others were refused."""
+
+    made: int
+    refusals: set[str]
+
+
+ALL_MADE = Passes(3, set())
+
+
+def run_once(model):
+    model(batch(2, 8))
+
+
+def try_passes(model, action=run_once, times=3) -> Passes:
+    """Try extra passes, in each of which the model does something."""
+    made, refusals = 0, set()
 
     def counted(model):
         nonlocal made
         made += 1
-        return action(model)
+        action(model)
 
     for _ in range(times):
         try:
             extra_pass(model, counted, nullcontext())
         except ValueError as error:
-            refused.add(str(error))
-    return made, refused
+            refusals.add(str(error))
+    return Passes(made, refusals)
 
 
-def test_parameters_too_large_to_copy_are_found_once_and_no_other_pass_is_made(caplog):
-    model = built(*LARGE)
-    made, refused = passes(model)
-    name = "blocks.0.mlp.3.state"
-    assert (made, len(refused), len(caplog.records)) == (1, 1, 1)
-    assert name in refused.pop()
-    assert name in caplog.text
-    assert passes(nn.Sequential(model))[0] == 0
-    assert passes(built(*KINDS["list"]))[0] == 3
-    assert len(caplog.records) == 1
-
-
-def twice():
-    """5 MiB of the 8 that are copied, in two modules."""
-    held = nn.Parameter(torch.ones(5 * 2**18), requires_grad=False)
-    blocks = (Stateful(holds(lambda: held), does(decays, lambda s: s[0])) for _ in "ab")
-    return nn.Sequential(*blocks)
-
-
-def holding(**held):
+def holding(**held: Any) -> nn.Module:
+    """A model that only holds something."""
     return Running(len, **held)
 
 
-def fixed(array):
-    array.flags.writeable = False
-    return array
+def test_a_pass_that_writes_into_a_parameter_too_large_to_copy_is_the_last_one(caplog):
+    model, name = decoder_with(DecaysLargeParameter), "blocks.0.mlp.3.state"
+    passes = try_passes(model)
+    assert passes.made == 1
+    (refusal,) = passes.refusals
+    assert name in refusal
+    assert [name in record.getMessage() for record in caplog.records] == [True]
+    assert try_passes(nn.Sequential(model)).made == 0  # wherever the parameter is
+    assert try_passes(decoder_with(AppendsToList)) == ALL_MADE  # another model
+    assert len(caplog.records) == 1
 
 
-def is_given_data(model):
-    model.state.data = torch.ones(3, 3)
-
-
-# What is held, what a pass does to it, what is looked at, and whether that is as before.
-PUT_BACK = {
-    "a parameter of two modules": (
-        twice, lambda model: model(torch.ones(1)), lambda model: model[0].state.mean(), True
-    ),
-    "other data of a large parameter": (
-        lambda: built(LARGE[0], does(has_other_data, lambda s: s[0].item())),
-        lambda model: model(batch(2, 8)),
-        lambda model: (model.blocks[0].mlp[-1].state.data_ptr(), model.blocks[0].mlp[-1].state[0]),
-        True,
-    ),
-    "the sign of a zero": (
-        lambda: holding(state=nn.Buffer(torch.zeros(3))), lambda model: model.state.neg_(),
-        lambda model: model.state.signbit().tolist(), True,
-    ),
-    "an array of one mebibyte, beside one that cannot be written": (
-        lambda: holding(state=np.zeros(2**17), fixed=fixed(np.zeros(3))),
-        lambda model: model.state.fill(1), lambda model: model.state.any(), True,
-    ),
-    "a larger array": (
-        lambda: holding(state=np.zeros(2**17 + 1)), lambda model: model.state.fill(1),
-        lambda model: model.state.any(), False,
-    ),
-    # As DeepSpeed does: no data before the pass, and perhaps some after it.
-    "data that another library gathers": (
-        lambda: holding(state=nn.Parameter(torch.empty(0))), is_given_data,
-        lambda model: model.state.numel(), False,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", PUT_BACK)
-def test_what_is_held_is_put_back_up_to_a_size(case):
-    make, changes, value, is_put_back = PUT_BACK[case]
-    model = make()
-    before = value(model)
-    assert passes(model, changes) == (3, set())
-    assert (value(model) == before) == is_put_back
-
-
-@pytest.mark.parametrize(
-    ("parameters", "copied"),
-    [
-        ([(2**21, False)], [True]),  # 8 MiB
-        ([(2**21, True), (1, False)], [False, True]),
-        ([(1, True), (2**21, False)], [False, True]),
-        ([(2**20 + 1, True), (2**20, True)], [False, True]),
-    ],
-)
-def test_parameters_without_gradient_and_small_ones_are_copied_first(parameters, copied):
-    model = nn.ParameterList(
-        nn.Parameter(torch.ones(size), requires_grad=trained) for size, trained in parameters
-    )
-    passes(model, lambda model: [decays(each, None) for each in model], times=1)
-    assert [each[0].item() == 1 for each in model] == copied
-
-
-@pytest.mark.parametrize("how", ["probe", "twin"])
-def test_a_model_that_takes_no_extra_pass_trains_on(how, caplog, failures):
-    model, once = built(*LARGE), built(*LARGE)
-    passes(once, times=1)
-    assert trained(model, how, watched=True) == trained(once, "", watched=False)
+@pytest.mark.parametrize("watch", WATCHING)
+def test_training_goes_on_if_no_extra_pass_can_be_made(watch, caplog, failures):
+    once = decoder_with(DecaysLargeParameter)
+    try_passes(once, times=1)
+    model = decoder_with(DecaysLargeParameter)
+    assert train(model, watch(model)) == train(once)
     said = [record.getMessage() for record in caplog.records]
     assert sum("writes into blocks.0.mlp.3.state" in words for words in said) == 2
     failures.clear()
 
 
-ODD = {
+def test_a_parameter_shared_by_modules_is_copied_once():
+    shared = nn.Parameter(torch.ones(5 * 2**18), requires_grad=False)  # 5 MiB of the 8 MiB
+    model = nn.Sequential(holding(state=shared), holding(state=shared))
+
+    def decay(model):
+        for module in model:
+            module.state.mul_(0.9)
+
+    assert try_passes(model, decay) == ALL_MADE
+    assert shared.mean() == 1
+
+
+def test_the_data_of_a_large_parameter_are_put_back_if_others_took_their_place():
+    model = decoder_with(ExchangesLargeData)
+    parameter = model.blocks[0].mlp[-1].state
+    address = parameter.data_ptr()
+    assert try_passes(model) == ALL_MADE
+    assert parameter.data_ptr() == address
+    assert parameter[0] == 1
+
+
+def test_data_that_another_library_gathers_stay():
+    """DeepSpeed leaves a parameter empty until a pass needs it."""
+    model = holding(state=nn.Parameter(torch.empty(0)))
+
+    def gather(model):
+        model.state.data = torch.ones(3, 3)
+
+    assert try_passes(model, gather) == ALL_MADE
+    assert model.state.numel() == 9
+
+
+def test_the_sign_of_a_zero_is_put_back():
+    model = holding(state=nn.Buffer(torch.zeros(3)))
+    assert try_passes(model, lambda model: model.state.neg_()) == ALL_MADE
+    assert not model.state.signbit().any()
+
+
+@pytest.mark.parametrize(("numbers", "is_put_back"), [(2**17, True), (2**17 + 1, False)])
+def test_an_array_is_put_back_up_to_one_mebibyte(numbers, is_put_back):
+    model = holding(state=np.zeros(numbers))
+    assert try_passes(model, lambda model: model.state.fill(1)) == ALL_MADE
+    assert (model.state == 0).all() == is_put_back
+
+
+def test_an_array_that_cannot_be_written_needs_no_copy():
+    fixed = np.zeros(3)
+    fixed.flags.writeable = False
+    assert try_passes(holding(state=fixed), lambda model: None) == ALL_MADE
+
+
+MEBIBYTE = 2**18  # numbers of 4 bytes
+
+
+def parameters_put_back(*parameters: nn.Parameter) -> list[bool]:
+    """Tell which of a model's parameters, all ones, a pass that writes into all leaves at 1."""
+
+    def decay(model):
+        for parameter in model:
+            parameter.mul_(0.9)
+
+    try_passes(nn.ParameterList(parameters), decay, times=1)
+    return [parameter[0].item() == 1 for parameter in parameters]
+
+
+def trained(numbers: int) -> nn.Parameter:
+    return nn.Parameter(torch.ones(numbers))
+
+
+def frozen(numbers: int) -> nn.Parameter:
+    return nn.Parameter(torch.ones(numbers), requires_grad=False)
+
+
+def test_parameters_of_eight_mebibytes_are_copied():
+    assert parameters_put_back(frozen(8 * MEBIBYTE)) == [True]
+
+
+def test_frozen_parameters_are_copied_before_trained_ones():
+    assert parameters_put_back(trained(8 * MEBIBYTE), frozen(1)) == [False, True]
+    assert parameters_put_back(trained(1), frozen(8 * MEBIBYTE)) == [False, True]
+
+
+def test_small_parameters_are_copied_before_large_ones():
+    assert parameters_put_back(trained(4 * MEBIBYTE + 1), trained(4 * MEBIBYTE)) == [False, True]
+
+
+TENSORS = {
     "sparse": lambda: torch.eye(3).to_sparse(),
     "compressed": lambda: torch.eye(3).to_sparse_csr(),
-    "of 8 bits": lambda: torch.zeros(3).to(torch.float8_e4m3fn),
+    "float8": lambda: torch.zeros(3).to(torch.float8_e4m3fn),
     "meta": lambda: torch.ones(3, device="meta"),
     "expanded": lambda: torch.ones(1).expand(3),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "inference": lambda: torch.inference_mode()(torch.ones)(3),
-    "not a number": lambda: torch.full((3,), torch.nan),
+    "NaN": lambda: torch.full((3,), torch.nan),
 }
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-@pytest.mark.parametrize("kind", ODD)
-def test_tensors_of_any_kind_are_held_by_a_model(kind):
-    model = holding(buffer=nn.Buffer(ODD[kind]()), held=[ODD[kind]()])
-    assert passes(model, lambda model: None) == (3, set())
+@pytest.mark.parametrize("kind", TENSORS)
+def test_a_model_may_hold_tensors_of_any_kind(kind):
+    model = holding(buffer=nn.Buffer(TENSORS[kind]()), listed=[TENSORS[kind]()])
+    assert try_passes(model, lambda model: None) == ALL_MADE
 
 
-def test_objects_are_the_same_ones_with_their_former_contents():
-    held = [[1], {"a": {2}}, deque([3], maxlen=4), OrderedDict(b=4), defaultdict(list, c=[5])]
+def test_containers_stay_the_same_objects_and_get_their_former_contents():
+    def contents():
+        return [[1], {"a": {2}}, deque([3], maxlen=4), OrderedDict(b=4), defaultdict(list, c=[5])]
+
+    held = contents()
     model, inner = holding(state=held), [*held]
 
-    def changes(model):
-        for part in (*held, held[1]["a"]):
-            part.clear()
+    def clear_all(model):
+        for container in (*held, held[1]["a"]):
+            container.clear()
         held.append(6)
         model.state = None
 
-    assert passes(model, changes) == (3, set())
+    assert try_passes(model, clear_all) == ALL_MADE
     assert model.state is held
     assert all(one is other for one, other in zip(held, inner, strict=True))
-    assert repr(held) == repr(
-        [[1], {"a": {2}}, deque([3], maxlen=4), OrderedDict(b=4), defaultdict(list, c=[5])]
-    )
+    assert repr(held) == repr(contents())
 
 
 @pytest.mark.parametrize(
-    ("levels", "items", "looked_into"),
+    ("depth", "items", "is_put_back"),
     [(4, 1, True), (5, 1, False), (1, 1000, True), (1, 1001, False)],
 )
-def test_containers_are_looked_into_four_deep_and_up_to_a_thousand_items(
-    levels, items, looked_into
+def test_containers_are_put_back_four_deep_and_with_up_to_a_thousand_items(
+    depth, items, is_put_back
 ):
     innermost: list[int] = []
-    model = holding(held=innermost)
-    for _ in range(levels):
-        model.held = [model.held] * items
-    assert passes(model, lambda model: innermost.append(1), times=1) == (1, set())
-    assert (innermost == []) == looked_into
+    model = holding(state=innermost)
+    for _ in range(depth):
+        model.state = [model.state for _ in range(items)]
+    assert try_passes(model, lambda model: innermost.append(1), times=1) == Passes(1, set())
+    assert (innermost == []) == is_put_back
 
 
-def test_what_cannot_be_put_back_is_an_error_and_the_rest_is_put_back():
+def test_an_error_while_putting_something_back_is_raised_after_the_rest_was_put_back():
     model = holding(before=[], array=np.zeros(3), behind=[])
 
-    def changes(model):
+    def change(model):
         model.before.append(1)
         model.behind.append(1)
         model.array.flags.writeable = False
 
     with pytest.raises(ValueError, match="read-only"):
-        extra_pass(model, changes, nullcontext())
+        extra_pass(model, change, nullcontext())
     assert model.before == model.behind == []
 
 
-def test_an_object_of_the_users_is_not_looked_into():
+def test_objects_of_unknown_classes_are_not_looked_into():
     class Records:
         def __iter__(self):
             raise AssertionError("looked into")
@@ -458,30 +682,32 @@ def test_an_object_of_the_users_is_not_looked_into():
         __hash__ = object.__hash__
 
     model = holding(records=Records())
-    vars(model)["lost"] = weakref.proxy(set())
-    assert passes(model, lambda model: None) == (3, set())
+    vars(model)["lost"] = weakref.proxy(set())  # whose object is gone
+    assert try_passes(model, lambda model: None) == ALL_MADE
 
 
-# -- names of torch that a release may take away -------------------------------------------------
+# -- names of torch that a release may take away --------------------------------------------------
 
 
-def test_without_the_cache_of_parametrised_weights_only_models_with_some_are_refused(monkeypatch):
+def test_without_torchs_cache_of_parametrised_weights_only_models_with_some_are_refused(
+    monkeypatch,
+):
     monkeypatch.delattr(parametrize, "_cache")
-    assert passes(built(*KINDS["list"]))[0] == 3
-    made, refused = passes(built(*CACHED))
-    assert made == 0
-    assert "parametrised weights" in refused.pop()
+    assert try_passes(decoder_with(AppendsToList)) == ALL_MADE
+    passes = try_passes(decoder_with(MixesByNormalizedWeight))
+    assert passes.made == 0
+    assert "parametrised weights" in passes.refusals.pop()
 
 
 @pytest.fixture
 def fsdp(monkeypatch):
-    """Stands for `torch.distributed.fsdp`; with several ranks it is tested itself."""
+    """A double of `torch.distributed.fsdp`; tests on several ranks use the real one."""
 
     class FSDPModule(nn.Module):
-        asked = 0
+        reshards = 0
 
         def reshard(self) -> None:
-            type(self).asked += 1
+            type(self).reshards += 1
 
     class FullyShardedDataParallel(nn.Module): ...
 
@@ -491,37 +717,37 @@ def fsdp(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("how", ["normal", "exception"])
-def test_parameters_that_fsdp_gathered_are_sharded_again(how, fsdp):
+@pytest.mark.parametrize("raises", [False, True])
+def test_parameters_that_fsdp_gathered_are_sharded_again(raises, fsdp):
     model = nn.Sequential(fsdp.FSDPModule(), nn.Linear(2, 2))
 
     def run(model):
-        if how == "exception":
+        if raises:
             raise RuntimeError
 
     with suppress(RuntimeError):
         extra_pass(model, run, nullcontext())
-    assert fsdp.FSDPModule.asked > 0
+    assert fsdp.FSDPModule.reshards > 0
 
 
 @pytest.mark.parametrize(
     "name",
     ["_handle", "uses_sharded_strategy", "needs_unshard", "reshard", "post_reshard", "_prefetched"],
 )
-def test_without_a_name_of_fsdp1_no_pass_is_made_on_its_modules(name, fsdp):
+def test_modules_of_fsdp1_are_refused_if_torch_lacks_a_name_that_sharding_again_needs(name, fsdp):
     model = fsdp.FullyShardedDataParallel()
     model._handle = types.SimpleNamespace(
         uses_sharded_strategy=True, needs_unshard=lambda: False, reshard=lambda free: None,
         post_reshard=lambda: None, _prefetched=True,
     )  # fmt: skip
-    assert passes(model, lambda model: None) == (3, set())
+    assert try_passes(model, lambda model: None) == ALL_MADE
     delattr(model if name == "_handle" else model._handle, name)
-    made, refused = passes(model, lambda model: None)
-    assert made == 0
-    assert "could not be sharded again" in refused.pop()
+    passes = try_passes(model, lambda model: None)
+    assert passes.made == 0
+    assert "could not be sharded again" in passes.refusals.pop()
 
 
-# -- what an extra pass may have changed elsewhere is said -----------------------------------------
+# -- users are told that extra passes are made -----------------------------------------------------
 
 
 @pytest.fixture
@@ -531,49 +757,55 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
-def fails_without_gradients(module, args):
+def fail_without_gradients(module, args):
     if not torch.is_grad_enabled():
         raise ValueError("the model is only trained")
 
 
-# Options of a monitor, whether blocks are compiled later, and whether looks take extra passes.
+class Look(NamedTuple):
+    """A way to look at a training: options of the monitor, and whether it takes extra passes."""
+
+    options: dict[str, Any]
+    takes_extra_passes: bool
+    compiles_blocks: bool = False
+
+
 LOOKS = {
-    "probe": (lambda: {"probe": batch()}, False, True),
-    "probe of batches": (lambda: {"probe": iter([batch(), batch()])}, False, True),
-    "compiled": (dict, True, True),
-    "compiled, at a check": (
-        lambda: {"schedule": lambda step: step == 2, "checks": every(1)},
-        True,
-        True,
+    "probe": lambda: Look({"probe": batch()}, takes_extra_passes=True),
+    "probe of batches": lambda: Look({"probe": iter([batch(), batch()])}, takes_extra_passes=True),
+    "compiled": lambda: Look({}, takes_extra_passes=True, compiles_blocks=True),
+    "compiled, at a check": lambda: Look(
+        {"schedule": lambda step: step == 2, "checks": every(1)},
+        takes_extra_passes=True,
+        compiles_blocks=True,
     ),
-    "the training's own pass": (dict, False, False),
+    "the training's own pass": lambda: Look({}, takes_extra_passes=False),
 }
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("look", LOOKS)
-def test_an_extra_pass_is_said_once_in_the_log_and_the_record_however_it_ends(
-    look, fails, caplog, fresh_compiler, failures
+@pytest.mark.parametrize("name", LOOKS)
+def test_extra_passes_are_announced_once_in_the_log_and_in_the_record_even_if_they_fail(
+    name, fails, caplog, fresh_compiler, failures
 ):
-    make_options, compiles, is_extra = LOOKS[look]
-    calls = []  # outside of the model
-    model = PlainDecoder()
+    look, calls, model = LOOKS[name](), [], PlainDecoder()
     model.register_forward_pre_hook(lambda *given: calls.append(1))
     if fails:
-        model.blocks[1].register_forward_pre_hook(fails_without_gradients)
-    monitor, memory = watching(model, strict=False, **make_options())
+        model.blocks[1].register_forward_pre_hook(fail_without_gradients)
+    monitor, memory = watching(model, strict=False, **look.options)
     for step in range(3):  # the first is read in any case
-        for block in model.blocks if compiles and step == 1 else ():
-            block.compile(backend="eager")
+        if look.compiles_blocks and step == 1:
+            for block in model.blocks:
+                block.compile(backend="eager")
         if step == 2:  # from here on nothing fails
             said = [text for text in caplog.messages if "an extra pass of the model" in text]
-            assert len(said) == is_extra
+            assert len(said) == look.takes_extra_passes
             model.blocks[1]._forward_pre_hooks.clear()
         with monitor(step):
             model(batch())
     monitor.close()
     failures.clear()
-    assert (len(calls) > 3) == is_extra
+    assert (len(calls) > 3) == look.takes_extra_passes
     notes = [note.kind for reading in memory.readings for note in reading.notes]
-    assert notes.count("extra pass") == is_extra
+    assert notes.count("extra pass") == look.takes_extra_passes

@@ -157,7 +157,7 @@ def half(block):
 
 
 @pytest.mark.parametrize("change", [replace, adapt, update, compute, freeze, half])
-def test_what_changes_between_looks_is_read_as_it_is_now(change):
+def test_weights_that_change_between_looks_are_read_as_they_are_now(change):
     model = PlainDecoder().eval()
     look(model, batch())
     change(model.blocks[1])

@@ -1,4 +1,4 @@
-"""What a window keeps of a pass, what it leaves behind, and what it says where it sees nothing."""
+"""A window keeps rows of a pass, leaves nothing behind, and says why it saw nothing."""
 
 import copy
 import gc
@@ -78,7 +78,7 @@ def test_windows_that_close_in_any_order_see_their_own_model(order):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_a_window_keeps_is_freed_without_the_garbage_collector(fails):
+def test_rows_of_a_window_are_freed_without_the_garbage_collector(fails):
     """A cycle of references would keep the rows of each reading, on the device of the model."""
     model = PlainDecoder()
     gc.collect()
@@ -118,7 +118,7 @@ def test_a_hook_that_fails_never_ends_a_run(monkeypatch, failures):
 
 
 @torch.no_grad()
-def test_what_a_model_overwrites_after_its_last_block_is_captured_as_it_was():
+def test_tensors_that_a_model_overwrites_after_its_last_block_are_captured_as_they_were():
     """A model that uses the memory of its ids, mask and stream again, as static buffers are."""
     table, found = nn.Embedding(9, 32), []
     for overwrites in (False, True):
@@ -265,7 +265,7 @@ CONTEXT = torch.randn(4, 5, 32)
 
 
 @pytest.mark.parametrize("way", RETURNS)
-def test_of_returned_tensors_that_which_the_block_made_is_its_state(way):
+def test_the_state_is_the_returned_tensor_that_the_block_made(way):
     returns, place, words = RETURNS[way]
 
     def block(m, given):
@@ -417,7 +417,7 @@ def blocks_unseen(count: int) -> nn.Module:
 
 
 @pytest.mark.parametrize(("make", "metrics", "words"), UNSEEN)
-def test_what_no_layer_shows_is_an_error_with_layer_cause_and_remedy_in_one_line(
+def test_views_that_no_layer_shows_are_an_error_with_layer_cause_and_remedy_in_one_line(
     make, metrics, words
 ):
     asked = {} if metrics is None else {"metrics": metrics}
@@ -433,6 +433,6 @@ def test_what_no_layer_shows_is_an_error_with_layer_cause_and_remedy_in_one_line
     assert ("hidden states" in message) == (make is direct)
 
 
-def test_of_layers_whose_hidden_states_are_not_seen_nothing_else_is_said_to_be_missing():
+def test_only_hidden_states_are_said_to_be_missing_if_they_are_not_seen():
     said = [text for label, text in describe(direct(), batch()).rows if label == "not seen"]
     assert sum(text.count("layers)") for text in said) == 1

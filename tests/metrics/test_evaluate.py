@@ -63,8 +63,8 @@ ATTENTION, HIDDEN = frozenset({"attention"}), frozenset({"hidden"})
 EVALUATED = {
     # Batches 0..3 and 4..7: the rest is left out.
     "mean of two batches and their deviation": (
-        snapshot(TWELVE, TWELVE), {"m": mean},
-        {"m/layer_00": 3.5, "m/layer_00/std": 8**0.5, "m/layer_01": 3.5, "m/layer_01/std": 8**0.5,
+        snapshot(2 * TWELVE, TWELVE), {"m": mean},
+        {"m/layer_00": 7.0, "m/layer_00/std": 32**0.5, "m/layer_01": 3.5, "m/layer_01/std": 8**0.5,
          "m/mean": 3.5, "m/mean/std": 8**0.5},
         [],
     ),
@@ -128,6 +128,22 @@ def test_values_and_notes(case):
     assert {tag: found.values.get(tag) for tag in expected} == pytest.approx(expected, nan_ok=True)
     said = "\n".join(note.words() for note in found.notes)
     assert re.fullmatch("\n".join(notes), said)
+
+
+def test_the_note_on_a_metric_that_failed_is_an_error_and_that_on_an_unseen_view_is_not():
+    unseen = Layer(2, "two", {}, {"hidden": "it was skipped"})
+    layers = of_layers(*(Layer(n, "", {"hidden": FOUR[n + 1]}) for n in (0, 1)), unseen)
+    found = evaluate(layers, {"m": fails_at_two}, rows=4, splits=1)
+    assert {note.words(): note.is_error for note in found.notes} == {
+        "m, layer 2: 'hidden' is missing: it was skipped": False, "m, layer 1: two": True,
+    }  # fmt: skip
+
+
+def test_the_mean_needs_no_note_of_its_own_if_a_layer_failed():
+    evaluator = Evaluator(check_metrics({"m": fails_at_two}), 1, explains=True)
+    found = evaluator.evaluate(snapshot(*FOUR).layers, 4)
+    assert math.isnan(found.stacks[""]["m"].mean)
+    assert [note.words() for note in found.notes] == ["m, layer 2: two"]
 
 
 def test_a_strict_evaluation_raises():

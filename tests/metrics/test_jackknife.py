@@ -215,6 +215,23 @@ def test_an_extreme_has_no_margin_and_a_failure_without_rows_costs_the_margin_al
     assert any("by design" in note for note in notes)
 
 
+def test_a_metric_that_fails_without_the_first_group_is_not_called_for_the_others():
+    called = []
+
+    def fails(hidden):
+        called.append(len(hidden))
+        return whole_only(RuntimeError)(hidden)
+
+    measured({"whole": fails}, layer(), strict=False)
+    assert called == [SEQUENCES * LENGTH, SEQUENCES * LENGTH * 7 // 8]
+
+
+def test_a_value_that_is_missing_with_all_rows_has_no_note_on_its_margin():
+    columns, notes = measured({"none": lambda hidden: hidden.mean() * math.nan}, layer())
+    assert math.isnan(columns["none"].at(1))
+    assert notes == []
+
+
 @pytest.mark.parametrize(("tokens", "is_said"), [(127, True), (128, False)])
 def test_a_margin_that_attention_lacks_for_few_sequences_is_said(tokens, is_said):
     """Rows are of all 16 sequences of 32 tokens, queries of 8 if twice the rows are enough."""

@@ -9,8 +9,9 @@ import torch
 from geomon import METRICS, MORE_METRICS, at_last
 from geomon.distributed import merge_layers
 from geomon.metrics import Evaluator, check_metrics
+from geomon.metrics.nulls import effective_rank_last
 from support.kernels import row_additions
-from support.measuring import Layer, LayerViews, MissingViewError
+from support.measuring import Layer, LayerViews, MissingViewError, Sizes
 from support.whole_layer import normal
 
 
@@ -60,6 +61,14 @@ def test_last_tokens_that_are_unknown_or_few_are_missing_with_the_reason(layer, 
     columns = result.stacks[""]
     assert [math.isfinite(columns[name].at(1)) for name in metrics] == [is_there, False]
     assert any(words in note.words() for note in result.notes)
+
+
+def test_the_null_of_a_spectrum_of_last_tokens_is_that_of_as_many_sequences():
+    metrics = check_metrics({"rank": MORE_METRICS["effective_rank_last"]})
+    layers = [made(normal(200, 12), normal(150, 12, seed=n), index=n) for n in (0, 1)]
+    (column,) = Evaluator(metrics, 1).evaluate(layers, 90).stacks[""].values()
+    expected = effective_rank_last(Sizes(rows=90, width=12, sequences=150))
+    assert column.whole == expected != {}
 
 
 def test_the_precision_of_last_tokens_is_their_own():

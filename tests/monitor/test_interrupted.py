@@ -101,7 +101,11 @@ def test_ctrl_c_as_a_reading_is_recorded_keeps_back_no_alert(tmp_path):
 
 
 # Files whose code runs in the training's forward pass.
-WATCHING = files("capture/window.py", "capture/tap/mode.py", "capture/calling/calls.py")
+WATCHING = files(
+    "capture/guard.py", "capture/observer.py", "capture/operator_watch.py",
+    "capture/pass_recorder.py", "capture/watched_calls.py", "capture/tap/mode.py",
+    "capture/calling/calls.py",
+)  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

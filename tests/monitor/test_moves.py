@@ -267,3 +267,24 @@ def test_looks_of_every_kind_know_the_moves_since_the_last_one(tmp_path):
             if step < 4:
                 moving()(model, step)
     assert read(tmp_path)[-1].column("update_size").layers == [0.0] * 4
+
+
+def test_a_look_that_fails_leaves_no_moves_of_the_look_before(tmp_path, caplog):
+    model = decoder()
+    weight = model.blocks[0].c_attn.weight
+
+    def gone():
+        raise OSError("gone")
+
+    options = {"metrics": ["update_size", "variance"], "budget": None, "directory": tmp_path}
+    with Monitor(model, schedule=every(1), checks=None, **options) as monitor:
+        for step in range(5):
+            if step == 3:
+                weight.to_local = gone  # as if a sharded weight could not be read
+            with torch.no_grad(), monitor(step):
+                model(batch(4, 8))
+            weight.__dict__.pop("to_local", None)
+            moving()(model, step)
+    sizes = ["update_size" in reading.columns for reading in read(tmp_path)]
+    assert sizes == [False, True, True, False, True]
+    assert "how far weights move is not measured: OSError: gone" in caplog.text

@@ -30,11 +30,24 @@ CARDS = {
 
 @pytest.fixture
 def readings(make_readings, monkeypatch):
-    """Three readings, and pictures that are not drawn: how they look, approved pages hold."""
+    """Three readings, and pictures that are not drawn: approved pages hold how they look."""
     monkeypatch.setattr("geomon.show.figures.card", lambda panel: panel)
     image = np.zeros((8, 8, 3), np.uint8)
     monkeypatch.setattr("geomon.show.figures.as_image", lambda panel: image)
     return make_readings(STEPS, layers=2, heads=2)
+
+
+@pytest.fixture
+def make_sink(tmp_path, monkeypatch):
+    """Make a sink by name, and a function that tells what it has shown.
+
+    Few machines have MLflow and trackio, which are replaced by stand-ins.
+    """
+
+    def make(name, folder="run", **options):
+        return SINKS[name](tmp_path / folder, monkeypatch, **options)
+
+    return make
 
 
 def run_through(sink, readings):
@@ -51,11 +64,9 @@ def run_through(sink, readings):
 
 
 @pytest.mark.parametrize("name", SINKS)
-def test_a_sink_has_every_reading_and_alert_once_and_the_pictures(
-    name, readings, tmp_path, monkeypatch
-):
+def test_a_sink_has_every_reading_and_alert_once_and_the_pictures(name, readings, make_sink):
     options, before = {"detail": ["anisotropy"]} if name in LOGGERS else {}, threading.enumerate()
-    sink, shown = SINKS[name](tmp_path, monkeypatch, **options)
+    sink, shown = make_sink(name, **options)
     assert name not in LOGGERS or str(sink) == name
     run_through(sink, readings)
     assert set(threading.enumerate()) <= set(before)  # no file is open that waits for more
@@ -72,25 +83,25 @@ def test_a_sink_has_every_reading_and_alert_once_and_the_pictures(
 
 
 @pytest.mark.parametrize("name", LOGGERS)
-def test_a_detail_adds_layers_and_pictures_can_be_left_out(name, readings, tmp_path, monkeypatch):
-    sink, shown = LOGGERS[name](tmp_path, monkeypatch, detail="layers", pictures=False)
+def test_a_detail_adds_layers_and_pictures_can_be_left_out(name, readings, make_sink, tmp_path):
+    sink, shown = make_sink(name, detail="layers", pictures=False)
     run_through(sink, readings)
     assert all("anisotropy/layer_01" in {tag.lstrip("~") for tag in row} for _, row in shown().rows)
     assert shown().pictures == []
     with pytest.raises(ValueError, match="detail must be 'headline', 'layers' or a tuple of names"):
-        LOGGERS[name](tmp_path / "new", monkeypatch, detail="layer")
+        make_sink(name, "new", detail="layer")
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("name", LOGGERS)
-def test_each_part_shows_its_own_without_the_others(name, readings, tmp_path, monkeypatch):
+def test_each_part_shows_its_own_without_the_others(name, readings, make_sink):
     """A monitor calls the parts one by one, and goes on without one that fails."""
-    sink, shown = LOGGERS[name](tmp_path / "whole", monkeypatch)
+    sink, shown = make_sink(name)
     run_through(sink, readings)
     whole, of_parts = shown(), Shown([], [], [], [])
     assert [str(part) for part in sink.parts()].count(name) <= 1  # a message says which one fails
     for number in range(len(sink.parts())):
-        one, of_one = LOGGERS[name](tmp_path / f"{number}", monkeypatch)
+        one, of_one = make_sink(name, f"part {number}")
         part = one.parts()[number]
         run_through(part, readings)
         one.close()
@@ -103,8 +114,8 @@ def test_each_part_shows_its_own_without_the_others(name, readings, tmp_path, mo
     assert sorted(of_parts.pictures) == sorted(whole.pictures)
 
 
-def test_many_values_are_handed_to_mlflow_in_batches_and_it_needs_a_run(tmp_path, monkeypatch):
-    sink, shown = LOGGERS["MLflow"](tmp_path, monkeypatch, detail="layers", pictures=False)
+def test_many_values_are_handed_to_mlflow_in_batches_and_it_needs_a_run(make_sink, monkeypatch):
+    sink, shown = make_sink("MLflow", detail="layers", pictures=False)
     sink.write(reading_of({f"own_{number}/mean": 1.0 for number in range(1500)}, 16))
     ((step, row),) = shown().rows
     assert (step, len(row)) == (16, 1501)
@@ -117,21 +128,39 @@ def test_many_values_are_handed_to_mlflow_in_batches_and_it_needs_a_run(tmp_path
 # -- when pictures are drawn -----------------------------------------------------------------------
 
 
-class Drawn:
-    """Pictures that cost nothing but the seconds of a clock, which stands still but for them."""
+class Clock:
+    """A clock in seconds that stands still unless a test or a picture moves it."""
 
-    def __init__(self, patch, *, seconds=0.0):
-        self.posted, self.now, self.seconds, self.fails = [], 7000.0, seconds, False
-        patch.setattr("geomon.show.loggers.parts.FIRST_SHARE", 0.03)
-        patch.setattr("geomon.show.loggers.parts.SHARE", 0.005)
-        patch.setattr("time.perf_counter", lambda: self.now)
-        patch.setattr("geomon.show.figures.card", lambda panel: panel)
-        patch.setattr("geomon.show.figures.as_image", lambda panel: panel)
+    now = 7000.0
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of pictures that are not drawn, within the shares of the time that users have."""
+    clock = Clock()
+    monkeypatch.setattr("time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("geomon.show.loggers.parts.FIRST_SHARE", 0.03)
+    monkeypatch.setattr("geomon.show.loggers.parts.SHARE", 0.005)
+    monkeypatch.setattr("geomon.show.figures.card", lambda panel: panel)
+    monkeypatch.setattr("geomon.show.figures.as_image", lambda panel: panel)
+    return clock
+
+
+class Drawn:
+    """Pictures, of which each takes some seconds of a clock.
+
+    Attributes:
+        posted: Step, number and panel of each picture.
+        fails: Whether posting a picture fails. Defaults to False.
+    """
+
+    def __init__(self, clock, *, seconds=0.0):
+        self.posted, self.clock, self.seconds, self.fails = [], clock, seconds, False
         self.sink = Pictures(self.post)
 
     def post(self, name, panel, step):
         self.posted.append((step, int(name[0]), panel))
-        self.now += self.seconds
+        self.clock.now += self.seconds
         if self.fails:
             raise OSError("gone")
 
@@ -144,11 +173,6 @@ class Drawn:
     @property
     def places(self):
         return [(step, card) for step, card, _ in self.posted]
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    return Drawn(monkeypatch)
 
 
 # Seconds of a drawing; cards; steps, with the second of each; which step and card is drawn.
@@ -171,20 +195,20 @@ TIMES = {
 
 
 @pytest.mark.parametrize("name", TIMES)
-def test_pictures_are_drawn_when_there_is_time(name, monkeypatch):
+def test_pictures_are_drawn_when_there_is_time(name, clock):
     seconds, cards, times, places = TIMES[name]
-    drawn = Drawn(monkeypatch, seconds=seconds)
+    drawn = Drawn(clock, seconds=seconds)
     drawn.sink.close()  # nothing was written
     for passed, step in times:
-        drawn.now = 7000.0 + passed
+        clock.now = 7000.0 + passed
         drawn.write(step, cards=cards)
     drawn.sink.close()
     drawn.sink.close()
     assert drawn.places == places
 
 
-def test_it_draws_with_the_reading_after_an_alert_and_one_after_the_last_at_the_end(monkeypatch):
-    drawn = Drawn(monkeypatch)
+def test_it_draws_with_the_reading_after_an_alert_and_one_after_the_last_at_the_end(clock):
+    drawn = Drawn(clock)
     for step in (0, 16, 17):
         drawn.write(step)
     drawn.sink.alert(raised_of("rank_collapse", 18))
@@ -196,13 +220,14 @@ def test_it_draws_with_the_reading_after_an_alert_and_one_after_the_last_at_the_
     alerts = [[], [], [18], [18], [18], [18, 43]]
     assert [step for step, *_ in drawn.posted] == [0, 16, 18, 40, 41, 41]
     assert [[at for at, _ in panel.alerts] for *_, panel in drawn.posted] == alerts
-    empty = Drawn(monkeypatch)
+    empty = Drawn(clock)
     empty.sink.alert(raised_of("rank_collapse", 18))
     empty.sink.close()  # without a reading there is nothing to draw
     assert not empty.posted
 
 
-def test_a_card_that_fails_keeps_no_other_back_and_is_drawn_again_as_the_step_doubles(drawn):
+def test_a_card_that_fails_keeps_no_other_back_and_is_drawn_again_as_the_step_doubles(clock):
+    drawn = Drawn(clock)
     drawn.fails = True
     for step in (16, 32):
         with pytest.raises(OSError, match="gone"):
@@ -213,16 +238,15 @@ def test_a_card_that_fails_keeps_no_other_back_and_is_drawn_again_as_the_step_do
 
 @given(st.lists(st.floats(0.0, 3e3), min_size=1, max_size=30))
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_share_of_time_holds_and_the_last_drawing_is_whole(times):
-    with pytest.MonkeyPatch.context() as patch:
-        drawn = Drawn(patch, seconds=1.0)
-        for number, passed in enumerate(times):
-            drawn.now += passed
-            before = len(drawn.posted)
-            drawn.write(2**number, cards=3)
-            most = max(1, int(0.03 * (drawn.now - 7000.0)))  # the first is drawn at once
-            assert len(drawn.posted) in (before, *range(most + 1))
-        drawn.sink.close()
+def test_the_share_of_time_holds_and_the_last_drawing_is_whole(clock, times):
+    drawn, began = Drawn(clock, seconds=1.0), clock.now
+    for number, passed in enumerate(times):
+        clock.now += passed
+        before = len(drawn.posted)
+        drawn.write(2**number, cards=3)
+        most = max(1, int(0.03 * (clock.now - began)))  # the first is drawn at once
+        assert len(drawn.posted) in (before, *range(most + 1))
+    drawn.sink.close()
     last = 2 ** (len(times) - 1)
     assert drawn.places[-3:] == [(last, card) for card in (1, 2, 4)]
 
@@ -232,8 +256,8 @@ def alive():
     return sum(isinstance(each, Reading) for each in gc.get_objects())
 
 
-def test_memory_grows_with_the_logarithm_of_the_run(drawn):
-    before = alive()
+def test_memory_grows_with_the_logarithm_of_the_run(clock):
+    drawn, before = Drawn(clock), alive()
     for step in range(300):
         drawn.write(step)
     drawn.posted.clear()
@@ -243,10 +267,8 @@ def test_memory_grows_with_the_logarithm_of_the_run(drawn):
 # -- TensorBoard -----------------------------------------------------------------------------------
 
 
-def test_alerts_and_new_notes_are_text_at_their_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr("geomon.show.loggers.parts.FIRST_SHARE", 0.03)
-    monkeypatch.setattr("geomon.show.loggers.parts.SHARE", 0.005)
-    monkeypatch.setattr("time.perf_counter", lambda: 7000.0)
+@pytest.mark.usefixtures("clock")
+def test_alerts_and_new_notes_are_text_at_their_steps(tmp_path):
     sink = TensorBoard(tmp_path, pictures=False)
     healthy = {"twonn": {"title": "dimension", "healthy": "3 to 5"}, "cosine": {"title": "cosine"}}
     sink.describe({"a_b": "c|d", "metrics": healthy})

@@ -1,4 +1,4 @@
-"""What is added to scores, and what cannot be rebuilt."""
+"""Read what is added to scores, and refuse calls that cannot be rebuilt."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def by_flex(q, k, v):
         (lambda: torch.autocast("cpu"), by_flex),
     ],
 )
-def test_what_is_added_to_scores_is_found_whatever_rounds_the_training_s_products(rounded, attend):
+def test_biases_of_scores_are_found_whatever_rounds_the_training_s_products(rounded, attend):
     with rounded():
         layer, own = first_layer(attend)
     query, key = own.query.double(), own.key.double()

@@ -89,7 +89,7 @@ def test_a_scale_that_was_not_seen_is_in_what_is_added_to_the_products(change):
 
 BIAS = 0.02 * torch.randn(LENGTH, LENGTH, generator=torch.Generator().manual_seed(0))
 
-# What is done to products before their softmax.
+# Changes of products before their softmax.
 CHANGES = {
     "scaled": lambda x: x / 4 * 1.2,
     "scaled in place": lambda x: x.mul_(0.6).div_(2),
@@ -180,7 +180,7 @@ UNARRANGED = [
     (lambda q, k, v: (q[:, :, :5] @ k.mT).softmax(-1).sum(2, keepdim=True) @ v + v, ORDER),
     # A router, whose softmax is none of attention.
     (lambda q, k, v: k.flatten(1, 2)[:, : 3 * LENGTH].softmax(-1).sum() + v, "linear attention"),
-    # Of no query.
+    # A softmax without any query.
     (lambda q, k, v: (q.flatten(0, 1)[:, :0] @ k.flatten(0, 1).mT).softmax(-1).sum() + v, "none"),
 ]
 

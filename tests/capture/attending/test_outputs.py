@@ -76,7 +76,7 @@ def multiplied_with_tokens(m, mixed, x):
 
 
 def of_difference(m, mixed, x):
-    """Of no single head."""
+    """Project differences of heads: no output belongs to a single head."""
     return m.out((mixed - mixed.flip(1)).transpose(1, 2).flatten(2))
 
 
@@ -143,7 +143,7 @@ def test_outputs_that_no_weights_take_head_by_head_are_missing_with_a_reason(pro
         assert "query" in layer.captured
 
 
-def test_of_many_queries_the_sampled_ones_count():
+def test_sampled_queries_count_if_there_are_many():
     model, layers = seen(by_head, attend_by_hand, rows=16)
     for block, layer in zip(model, layers, strict=True):
         found, every = layer.captured["head_outputs"], block.attention.outputs

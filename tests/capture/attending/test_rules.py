@@ -25,7 +25,7 @@ def test_a_rule_that_takes_one_pair_at_a_time_is_refused():
         read_call(record_call(RowSampler(100, 0), given), None)
 
 
-def test_what_a_compiler_traces_with_and_other_shapes_are_refused():
+def test_tensors_of_a_compiler_and_other_shapes_are_refused():
     with FakeTensorMode():
         fake = torch.empty(2, 4, 6, 8)
     with FunctionalTensorMode():
@@ -53,7 +53,7 @@ def test_heads_of_a_rank_are_numbered_by_the_features_that_make_them(attend):
 
 
 def split(shape, dim):
-    """What stands for a DTensor of two ranks, of which this one has the first half."""
+    """A double of a DTensor on two ranks; this rank has the first half."""
     whole = torch.randn(shape)
     whole.to_local = lambda: whole.chunk(2, dim)[0]
     whole.placements = (Shard(dim),)
@@ -80,7 +80,7 @@ def test_ranks_may_share_out_heads_and_nothing_else(read, names, shape, heads, o
 
 
 @pytest.mark.parametrize("name", ["attn_mask", "attn_bias"])  # as operators call it
-def test_of_a_mask_the_part_of_this_rank_is_taken(name):
+def test_this_ranks_part_of_a_mask_is_taken(name):
     query, own = torch.randn(2, 4, 6, 8), torch.ones(6, 6, dtype=torch.bool).tril()
     mask = torch.ones(6, 8)
     mask.to_local = lambda: own  # as a DTensor has it

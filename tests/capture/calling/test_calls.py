@@ -43,7 +43,7 @@ def test_the_arguments_are_seen_as_the_modules_own_hooks_leave_them():
     assert not torch.equal(left, plain[1].captured["hidden"])
 
 
-def test_what_a_hook_pickles_as_a_call_begins_does_nothing():
+def test_a_hook_that_is_pickled_as_a_call_begins_does_nothing():
     model, kept = PlainDecoder(), []
     model.blocks[0].register_forward_pre_hook(
         lambda module, args: kept.append(pickle.dumps([*module._forward_pre_hooks.values()][-1]))
@@ -98,7 +98,7 @@ def test_parameters_without_values_end_nothing_and_are_said_once(caplog, source)
 
 
 @pytest.mark.parametrize("around", [False, True])
-def test_what_a_graph_of_cuda_captures_is_left_alone(around, monkeypatch, caplog):
+def test_calls_that_a_cuda_graph_captures_are_left_alone(around, monkeypatch, caplog):
     """A capture, of a whole step or of what it calls, fails if the host waits for anything."""
     model, captures, published = PlainDecoder(), False, []
     monitor, memory = watching(model, metrics=FEW, log=["loss"], strict=False)
@@ -121,7 +121,7 @@ def test_what_a_graph_of_cuda_captures_is_left_alone(around, monkeypatch, caplog
 
 @pytest.fixture
 def awaited():
-    """What waits for the first call of a module that counts, and what is told of it."""
+    """A `FirstCall`, its module, and the list of what was called."""
     block, told = nn.Linear(3, 3), []
     first = FirstCall(
         (block,), lambda: told.append("before"), told.append, lambda: told.append("between")

@@ -38,7 +38,7 @@ class Counting:
         return run
 
 
-# What tracing says of a block's inputs.
+# Tracing warns so about a block's inputs.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
@@ -213,7 +213,7 @@ def test_a_compiled_training_with_dropout_is_bit_identical(way, backend):
     assert first == plain
 
 
-def test_what_a_compiled_call_writes_into_is_written_once():
+def test_a_compiled_call_writes_into_its_buffers_once():
     """A cache of keys that is passed along, and a count in the model."""
 
     def caching(m, ids, cache, settings):

@@ -52,7 +52,7 @@ def test_a_change_is_suspended_for_all_who_hold_it_and_is_back_after_the_last_of
     assert switch.on == "changed by another"
 
 
-def test_what_ctrl_c_leaves_of_a_suspension_ends_with_the_last_holder():
+def test_a_suspension_left_by_ctrl_c_ends_with_the_last_holder():
     """At any line of it; that the holder itself leaves is up to who holds it."""
 
     def suspends(at):
@@ -72,7 +72,7 @@ def test_what_ctrl_c_leaves_of_a_suspension_ends_with_the_last_holder():
         suspends(at)
 
 
-def test_what_ctrl_c_leaves_of_a_body_ends_with_the_last_window(other_locks):
+def test_a_body_left_by_ctrl_c_ends_with_the_last_window(other_locks):
     """At any line of it, and of the switch that it turns."""
 
     def holds(at):
@@ -114,10 +114,11 @@ def test_compiled_functions_run_eagerly_unless_somebody_has_said_otherwise_since
 
 # -- Ctrl-C at every line ------------------------------------------------------------------------
 
-# What switches something of the process on and off, and what calls it.
+# Files that switch something of the process on and off, and those that call them.
 SWITCHING = files(
-    "capture/window.py", "capture/calling/patches.py", "capture/calling/calls.py",
-    "capture/tap/mode.py", "capture/modes.py",
+    "capture/window.py", "capture/guard.py", "capture/observer.py", "capture/operator_watch.py",
+    "capture/pass_recorder.py", "capture/watched_calls.py", "capture/calling/patches.py",
+    "capture/calling/calls.py", "capture/tap/mode.py", "capture/modes.py",
 )  # fmt: skip
 PARTS = SWITCHING | files(
     "capture/calling/probe.py", "capture/unchanged.py", "monitor/monitor.py", "monitor/callback.py"

@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 def seen_in(block, x):
-    """What a window shows of the first of two such blocks, and its notes."""
+    """Return the views that a window captures of the first of two such blocks, and its notes."""
     model = nn.Sequential(block, block)
     with window(model) as seen:
         model(x)
@@ -243,7 +243,7 @@ def by_a_matrix_for_each_head(block, x):
 
 
 def with_numbers_of_each_place(block, x):
-    """What is added to tokens is no bias of the projection."""
+    """Numbers added to tokens are no bias of the projection."""
     outputs, added = by_two(block, x), torch.linspace(0, 1, LENGTH)[:, None]
     projected = [each.detach().clone() for each in outputs]
     query = heads_of(outputs[0].flatten(2) + added)
@@ -312,7 +312,7 @@ def in_windows_that_are_shifted(block, x, change=lambda x: x):
 
 
 def behind_another_sublayer(block, x):
-    """What enters the projections is a sum, in which the branch stands first."""
+    """The projections receive a sum, in which the branch stands first."""
     has(block, first=linear(WIDTH, WIDTH))
     x = block.first(x.softmax(-1)) + x
     query, key = by_two(block, F.rms_norm(x, (WIDTH,)).transpose(0, 1).contiguous())
@@ -327,7 +327,7 @@ def of_wide_heads(block, x):
     return query.transpose(1, 2), key.transpose(1, 2), query, key
 
 
-# What leaves each token in its place.
+# Changes that leave each token in its place.
 KEPT = {
     "normed": lambda x: F.layer_norm(x, (WIDTH,)),
     "normed by their size": lambda x: torch.ops.aten._fused_rms_norm(x, [WIDTH], None, None)[0],
@@ -373,7 +373,7 @@ def picked(rows, index):
     return rows[index].unflatten(0, (SEQUENCES, LENGTH)).transpose(1, 2)
 
 
-# What is done to keys as projected, [sequences, places, heads, width], before they are attended to.
+# Changes of keys as projected, [sequences, places, heads, width], before they are attended to.
 KEYS = {
     "picked by a mask": lambda k: picked(k, MASK),
     "picked by numbers of sequences and places": lambda k: picked(k, MASK.nonzero(as_tuple=True)),
@@ -439,7 +439,7 @@ def with_keys_added_in_place(q, k):
     return q, k
 
 
-# What makes queries (and keys) of both that are no longer of one projection.
+# Mixtures of queries and keys that no longer belong to one projection.
 MIXES = {
     "a product of both": lambda q, k: (q * k, k),
     "a gate": lambda q, k: (q * k.sort(dim=-1).values, k),
@@ -462,7 +462,7 @@ MIXES = {
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_what_is_no_longer_of_one_projection_is_said_and_not_guessed(mix):
+def test_heads_that_mix_projections_are_said_to_be_unknown_and_not_guessed(mix):
     def make(block, x):
         return [each.transpose(1, 2) for each in MIXES[mix](*by_two(block, x))]
 

@@ -35,7 +35,7 @@ def recorded():
 
 
 def understand(ops, hidden):
-    """What is known when the operators have run, in a block that received hidden states."""
+    """Follow these operators in a block that received hidden states."""
     found = Provenance()
     found.start((), hidden)
     for op in ops:
@@ -197,7 +197,7 @@ def test_the_factor_from_products_to_scores_is_known_if_it_is_a_number(scale):
     assert found.reads_numbers == (scale == "a number of the host")
 
 
-def test_what_was_understood_hangs_on_the_list_alone():
+def test_understanding_depends_on_the_list_alone():
     x, weight = torch.randn(SHAPE), torch.randn(SHAPE[-1], WIDTH)
     with recorded() as ops:
         y = MOVES["in halves"](x @ weight)

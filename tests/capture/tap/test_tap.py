@@ -1,4 +1,4 @@
-"""What a window sees below autograd, and that nothing of torch is replaced for it."""
+"""A window sees operators below autograd, and replaces nothing of torch for it."""
 
 import threading
 from contextlib import ExitStack

@@ -25,7 +25,7 @@ def blocks():
     return Running(in_turn, layers=nn.ModuleList(kinds))
 
 
-# What is given beside the hidden states of [rows, 16] tokens, and the sequence of each of them.
+# Arguments beside the hidden states of [rows, 16] tokens, and the sequence of each of them.
 NAMES = ("position_ids", "positions", "input_pos", "pos", "pos_ids", "position_indices")
 TWO = torch.stack([POSITIONS, torch.arange(16)])
 FAR = torch.zeros(16, dtype=torch.int64) + 3
@@ -35,7 +35,7 @@ TOLD = [
     ({"position_ids": POSITIONS.int()}, 1, NUMBERS),
     ({"more": {"pos": POSITIONS}}, 1, NUMBERS),
     ({"position_ids": TWO}, 2, torch.cat([NUMBERS, torch.full((16,), 4)])),
-    # What divides nothing: one sequence, another shape, rows of a picture, no positions.
+    # Arguments that divide nothing: one sequence, another shape, rows of a picture, no positions.
     *(({"position_ids": x}, 1, torch.zeros(16)) for x in
       (torch.arange(16), TWO, torch.arange(12), torch.arange(16).flip(0), torch.arange(16) // 4,
        FAR, 0 * FAR, POSITIONS[None, None], POSITIONS.float(), POSITIONS.bool())),
@@ -163,7 +163,7 @@ ODD_PLACES = {
     "from elsewhere in each row": (torch.stack([RISING + 7, RISING + 70]), None, STARTS),
     "from elsewhere behind padding": (torch.where(LEFT, RISING + 3, 9)[None], LEFT, STARTS),
     "all the same": (torch.zeros(1, 16, dtype=torch.int64), None, REPEATS),
-    # What is healthy.
+    # Healthy positions.
     "from 0": (RISING[None], None, ""),
     "from 0 in some row": (torch.stack([RISING + 7, RISING]), None, ""),
     "behind the padding token, as of RoBERTa": ((RISING + 2)[None], None, ""),
@@ -186,4 +186,4 @@ def test_positions_that_start_elsewhere_or_repeat_are_said(case):
         given["attention_mask"] = mask.long().expand(len(positions), -1)
     found = notes(look(blocks(), torch.randn(len(positions), 16, 8), **given))
     odd = [text for text in found if text.startswith("position_ids ")]
-    assert [text[: len(said)] for text in odd] == [said] * bool(said)
+    assert [text[: len(said)] for text in odd] == ([said] if said else [])

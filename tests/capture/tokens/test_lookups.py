@@ -170,7 +170,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(1, 300), (4, 90), (8, 8), (90, 4)])
-def test_of_several_tables_that_of_the_words_says_the_token_ids(kind, shape):
+def test_the_table_of_words_shows_the_token_ids_among_several_tables(kind, shape):
     make, given, options = KINDS[kind]
     model, ids = make(), words(*shape, count=20)
     states = states_of(model, *given(ids), blocks=getattr(model, "inner", model).blocks)
@@ -369,10 +369,10 @@ def test_streams_that_come_first_keep_padding_and_sequences(with_ids, sequences)
 
 
 @pytest.mark.parametrize(("layers", "depths"), [(4, {1, 3}), (4, {1, 2, 3}), (3, {1, 2})])
-def test_of_routed_tokens_nobody_says_which_they_are(layers, depths):
+def test_places_of_routed_tokens_are_unknown(layers, depths):
     """Every second block, or every one but the first, is given half of the tokens.
 
-    What a block returns is freed, and the next one is given the same memory if it can be had.
+    The output of a block is freed, and the next one gets the same memory if it can be had.
     """
 
     def run(model, x):

@@ -98,7 +98,7 @@ def test_a_mask_of_as_many_sequences_as_tokens_is_turned_with_the_hidden_states(
 
 
 @pytest.mark.parametrize("name", ["mask", "src_padding", "lengths", "x_len"])
-def test_what_may_say_where_padding_is_and_is_not_read_is_named(name):
+def test_arguments_that_may_mark_padding_but_are_not_read_are_named(name):
     seen = look(any_name(), IDS, **{name: LENGTHS if "len" in name else RIGHT})
     assert len(kept(seen)) == IDS.numel()
     (note,) = notes(seen)
@@ -121,7 +121,7 @@ def test_other_arguments_of_zeros_and_ones_say_nothing(name):
 
 
 @pytest.mark.parametrize("name", ["tgt_mask", "decoder_mask", "trg_mask", "target_mask", "a_mask"])
-def test_of_what_is_given_to_several_stacks_the_first_takes_all_but_what_is_of_a_decoder(name):
+def test_the_first_of_several_stacks_takes_all_arguments_but_those_of_a_decoder(name):
     both = Running(
         lambda m, ids, **given: m.encoder(ids) + m.decoder(ids),
         encoder=any_name(), decoder=any_name(),
@@ -270,7 +270,7 @@ def test_labels_tell_the_padding_of_a_stack_that_is_given_the_states_of_another(
     assert kept(seen, "decoder") == places(shifted if given else ALL)
     assert kept(seen, "encoder") == places(ALL)
     said = [text for text in notes(seen) if "padding" in text or "leaves no token" in text]
-    assert [text.partition(":")[0] for text in said] == ["decoder"] * given
+    assert [text.partition(":")[0] for text in said] == (["decoder"] if given else [])
     complete = notes(look(merged(name, given=given), IDS, labels=IDS))
     assert not [text for text in complete if "padding" in text or "leaves no token" in text]
 

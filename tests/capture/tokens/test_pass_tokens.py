@@ -33,7 +33,7 @@ def test_the_last_token_that_is_no_padding_is_kept_at_every_layer(side):
         assert layer.missing == {}
 
 
-def test_where_the_last_token_was_known_too_late_it_is_missing_with_the_reason():
+def test_a_last_token_that_was_known_too_late_is_missing_with_the_reason():
     """Attention says so when the rows are kept already."""
     model = blocks_of(lambda q, k, v: attend(q, k, v, attn_mask=REAL[:, None, None, :]))
     layer = look(model, torch.randn(6, 12, 32)).snapshot().layers[1]
@@ -47,7 +47,7 @@ def test_at_most_as_many_sequences_as_rows_are_kept():
     assert len(layer.captured["hidden"]) == 3
 
 
-def test_what_has_no_last_token_is_not_asked_or_says_why():
+def test_layers_without_a_last_token_are_not_asked_or_say_why():
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2)))
     packed = look(model, torch.randn(20, 8)).snapshot().layers[1]
     assert packed.missing["last_hidden"].endswith("the boundaries between sequences are unknown")

@@ -36,7 +36,7 @@ def with_the_mask(q, k, v, mask):
 
 
 def of_unknown_products(q, k, v, mask):
-    """What is done to products before the mask is added is not followed."""
+    """Sort products before the mask is added, which is not followed."""
     return ((q @ k.mT / math.sqrt(q.shape[-1])).sort(dim=-1).values + mask).softmax(-1) @ v
 
 
@@ -88,7 +88,7 @@ def test_without_products_one_head_hides_only_what_no_score_reaches(heads, lowes
         assert torch.equal(visible, (LOWER if hides else LOWER | True).expand_as(visible))
 
 
-# What is added to the scores of the first query, in one of four heads or in all -> hidden keys.
+# Biases of the scores of the first query, in one of four heads or in all -> hidden keys.
 ADDED = [
     ([0, -51], None, [1]),
     ([0, -49], None, []),
@@ -124,6 +124,6 @@ def test_biases_that_fall_with_the_distance_hide_nothing(heads):
 
 
 @pytest.mark.parametrize("route", [fused, by_hand, of_unknown_products])
-def test_where_there_is_one_key_or_one_query_nothing_is_hidden(route):
+def test_one_key_or_one_query_is_never_hidden(route):
     """A feature map that is one place by the last stage: there is nothing to compare."""
     assert all(x.all() for x in visible_by(route, torch.zeros(1, 1, 1, 1), length=1))
