@@ -131,7 +131,7 @@ def _checked(layers: int, width: int, shape: tuple[int, int], runs: int) -> list
     ratios = []
     for schedule, checks in ((every(1), None), (NEVER, 1)):
         monitor = Monitor(training.model, directory=None, schedule=schedule, checks=checks)
-        # What a first one loads, and bands; step 0 would be a reading.
+        # The first looks load modules and fill bands; step 0 would be a reading.
         taken = [timed(monitor(BANDED - 11 + at)) for at in range(11 + runs)]
         ratios.append((statistics.median(taken[11:]) - plain) / plain)
         monitor.close()

@@ -464,7 +464,7 @@ class Counting(Tests):
         self._seconds = defaultdict[str, float](float)
         self._failed = dict[str, None]()
         self._folder = tempfile.mkdtemp()
-        # What is not a test's own, a process or a thread runs.
+        # Lines that a process or a thread of a test runs are counted for its file.
         Path(self._folder, "ini").write_text(
             f"[run]\ndata_file = {self._folder}/lines\ncontext = {''.join(job.tests)}\n"
             "source = geomon\nrelative_files = true\nparallel = true\n"

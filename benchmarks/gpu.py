@@ -329,7 +329,7 @@ _RUNS = (
 _COSTS = ("what", "delay, ms", "in steps", "until done, ms", "in steps", "note")
 
 
-# Of a table: its title, names of its columns, its rows.
+# A table: its title, names of its columns, its rows.
 Table = tuple[str, tuple[str, ...], Iterator[list[object]]]
 
 

@@ -44,7 +44,7 @@ ATTENTION = "(attention)"
 app = typer.Typer(help=__doc__)
 
 _Inputs = dict[str, Any]
-# What was kept of one layer: values by view, and reasons by view.
+# One layer as captured: values by view, and reasons by view.
 _Layers = dict[tuple[str, int], tuple[dict[str, Any], dict[str, str]]]
 
 

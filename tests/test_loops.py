@@ -37,7 +37,7 @@ def failing(at):
     return METRICS | {"unreliable": unreliable}
 
 
-# Of each case: what the learner and the loop are told, and in which loops it can be.
+# Options of the learner and the loop in each case, and the loops that have it.
 CASES = {
     "end": {},
     "exception in the model": {"error": RuntimeError},

@@ -22,7 +22,7 @@ sys.modules |= dict.fromkeys([*{OPTIONAL!r}, "pytorch_lightning"])
 import geomon
 assert geomon.__file__.startswith(sys.argv[1]), geomon.__file__
 """
-# What is done, and the extra that it needs.
+# Code, and the extra that it needs.
 NEEDS = {
     "import geomon.lightning": "lightning",
     "import geomon.huggingface": "huggingface",

@@ -197,7 +197,7 @@ def norm_questions() -> list[Question]:
                source, "slope less that of types assigned at random", below=0, ours=True),
          lambda h: over_layers(h.last, _SLOPE) - over_layers(h.last, f"{_SLOPE}_shuffled")),
     ]  # fmt: skip
-    # What is not within the types is between them: one share falls as the other grows.
+    # Variance is within the types or between them: one share falls as the other grows.
     depths = [
         (Claim(name, asserts, source, f"Spearman's correlation of {words} with depth",
                above=0, ours=metric == "drift_norm"),

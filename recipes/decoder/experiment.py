@@ -28,7 +28,7 @@ from recipes.study.model import Architecture, Transformer
 from recipes.study.text import next_characters, random_windows
 from recipes.study.training import Training, Watch
 
-# What is asked for beyond the default metrics.
+# Metrics beyond the default ones.
 _MORE = (
     "alpha_last", "effective_rank_last", "local_anisotropy", "cosine_centred", "mean_query_share",
     "query_cosine", "key_cosine",

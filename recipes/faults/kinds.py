@@ -16,7 +16,7 @@ _STUCK_AT = 64.0
 _DISTINCT_BATCHES = 4  # of data that repeats
 _STALE = 8  # steps by which a gradient is late
 
-# Where the blocks of a model are, and the modules of a block that faults touch.
+# Paths of a model's blocks, and of the modules in a block that faults touch.
 PLACES = {
     "gpt2": {
         "blocks": "blocks", "query": "mixing.query", "key": "mixing.key", "value": "mixing.value",
@@ -84,7 +84,7 @@ class Subject:
         return self.blocks()[block].get_submodule(PLACES[self.block][name])
 
 
-# What a fault goes on doing: a function of the number of updates since it came, called before each
+# Lasting part of a fault: a function of the number of updates since it came, called before each
 # forward pass from the first one on.
 EachStep = Callable[[int], None]
 # Puts a fault into a block of a training, with a source of chance; None if it does nothing more.

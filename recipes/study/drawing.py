@@ -17,7 +17,7 @@ from recipes.study.seeds import estimate
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
 BLUE, ORANGE, GREEN, PINK, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
 GREY = "#767676"
-# Of layers or steps, first to last; more of them begin anew.
+# Colours of layers or steps, first to last; more of them begin anew.
 IN_ORDER = (SKY, BLUE, GREEN, "#E69F00", ORANGE, PINK)
 # Colours of a picture in its file: lines, their mixtures with bands, and the edges of letters.
 _COLOURS = 96

@@ -24,7 +24,7 @@ TINY = {
     "bias_drift": [*SMALL, "--trained-width", "16", "--sequences", "2", "--length", "8",
                    "--directions", "2", "--steps", "2"],
 }  # fmt: skip
-# Of two seeds.
+# Numbers of trainings from two seeds.
 TRAININGS = {
     "decoder": 2, "encoder_decoder": 6, "overfit": 4, "digits": 6, "grokking": 5, "bias_drift": 8,
 }  # fmt: skip

@@ -53,7 +53,7 @@ def of_views() -> list[str]:
     return "\n\n".join(map("\n".join, sections.values())).splitlines()
 
 
-# Where a page says more of an option.
+# Page that says more of an option.
 MORE = {
     "metrics": "metrics.md",
     "tokens": "metrics.md#which-rows",

@@ -21,7 +21,7 @@ from geomon.capture import private
 DEVICE = torch.device("meta")
 aten = torch.ops.aten
 
-# What gives the host a number, or a shape that depends on numbers.
+# Operators that give the host a number, or a shape that depends on numbers.
 _WAITS = {
     aten._local_scalar_dense, aten.nonzero, aten._unique2, aten.unique_dim, aten.masked_select,
     aten.unique_consecutive, aten.equal, aten.bincount,

@@ -28,8 +28,8 @@ def shown_of(rows, alerts, pictures) -> Shown:
     return Shown(others, alerts, pictures, counts)
 
 
-# Of a folder for files, a MonkeyPatch and options: the sink, and a function that tells what it has
-# shown.
+# Takes a folder for files, a MonkeyPatch and options; returns the sink, and a function that tells
+# what it has shown.
 Make = Callable[..., tuple[Sink, Callable[[], Shown]]]
 
 

@@ -19,7 +19,7 @@ from support.fingerprint import fingerprint, random_state
 from support.models import PlainDecoder, batch
 
 FEW = {"metrics": select("variance"), "tokens": 64, "splits": 1, "schedule": every(1)}
-# What no run may change, whatever its model becomes.
+# State of the process that no run may change, whatever its model becomes.
 OF_PROCESS = ("call", "slot", "modes", "attention", "class of tensors", "fast path", "grad")
 
 

@@ -13,7 +13,7 @@ from support.referee import check_same, rebuilt, sampled, without_fast_path
 
 HEADS = 4
 
-# Of queries, keys and values, [sequences, heads, length, width] of each.
+# Takes queries, keys and values, each [sequences, heads, length, width].
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 

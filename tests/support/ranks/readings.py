@@ -80,7 +80,7 @@ def split_batch(ranks: RankGroup, folder: Path) -> None:
             values.append(measured(memory.readings[0]))
             arrays.append(read(at).arrays(0))
     # Rows are drawn in another order: rounding, and no more; some margins are computed in float32.
-    # Of equal rows the first stands for all, and with the order the half in which it is.
+    # The first of several equal rows stands for all; the order decides in which half it is.
     split, whole = values
     margins = {tag for tag in whole if tag.endswith("/margin")}
     near = {tag for tag in margins if tag.startswith(("twonn", "gride", "local_dimension"))}
