@@ -1,4 +1,4 @@
-"""What geomon costs: a reading, a check, a step with neither, and a reading on many ranks."""
+"""Costs of geomon: a reading, a check, a step with neither, and a reading on many ranks."""
 
 import logging
 import pickle
@@ -108,7 +108,7 @@ def reading(
 ) -> None:
     """A reading in a training step and by a probe, and a step on the same tokens.
 
-    The models are trained first, as those of users are: the neighbour search is cheaper once
+    The models are trained first, like users' models: the neighbour search is cheaper once
     training has given the rows a few leading directions.
     """
     print_table(
@@ -131,7 +131,7 @@ def _checked(layers: int, width: int, shape: tuple[int, int], runs: int) -> list
     ratios = []
     for schedule, checks in ((every(1), None), (NEVER, 1)):
         monitor = Monitor(training.model, directory=None, schedule=schedule, checks=checks)
-        # What a first one loads, and bands; step 0 would be a reading.
+        # The first looks load modules and fill bands; step 0 would be a reading.
         taken = [timed(monitor(BANDED - 11 + at)) for at in range(11 + runs)]
         ratios.append((statistics.median(taken[11:]) - plain) / plain)
         monitor.close()
@@ -152,7 +152,7 @@ def check(layers: Layers = 6, width: Width = 128, runs: Runs = 9) -> None:
 
 @app.command()
 def idle(runs: Runs = 60) -> None:
-    """A window around nothing, and steps at which nothing is read beside steps without geomon."""
+    """A window around nothing, and steps that are not read, compared with steps without geomon."""
     large, training = Training(LARGE, 128, 64), Training(4, 128, 64)
     anatomy = find_anatomy(large.model)
     views = Evaluator(METRICS, 2).views

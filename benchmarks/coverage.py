@@ -2,8 +2,8 @@
 
 Each model is measured on fresh batches of 32 sequences of 32 characters and of 64 of 64, 1,024 and
 4,096 rows, as a reading measures them; one on 48 padded documents of 8 to 256 characters
-(log-normal, median 33). An interval covers where value +- margin contains the mean of the values
-over all draws. Of 60 intervals of 95 %, between 53 and 60 cover by chance. `mean_norm` is a metric
+(log-normal, median 33). An interval covers if value +- margin contains the mean of the values over
+all draws. Of 60 intervals of 95 %, between 53 and 60 cover by chance. `mean_norm` is a metric
 of a user's own.
 """
 

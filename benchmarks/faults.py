@@ -10,8 +10,8 @@ fault is planted in the file of a copy, and a fork of the process collects and r
 coverage.py says which test runs which line. That is counted once for each content of geomon/ and of
 the test's file, and kept.
 
-What no test notices is shown to the type checker, which `make check` runs: a list where a tuple is
-declared is no fault that could be committed. What survives both is listed.
+Faults that no test notices are shown to the type checker, which `make check` runs: a list in place
+of a declared tuple could never be committed. Faults that survive both are listed.
 
 The same seed draws the same faults as long as their functions stay as they are: the draw goes by a
 hash of the fault and not by its place in the file.
@@ -97,12 +97,12 @@ class Fault:
     Attributes:
         path: File, relative to the project.
         line: Line of the change.
-        kind: What was done.
+        kind: Kind of the change.
         span: First and last place of the change in the file's bytes.
         before: Code that was there.
         after: Code that stands there instead.
         owner: Name of the function or class around it.
-        lines: First and last line of the statement; None where the import runs it.
+        lines: First and last line of the statement; None if the import runs it.
     """
 
     path: str
@@ -313,7 +313,7 @@ def listed_in(text: str) -> list[Fault]:
 
 
 def test_files() -> list[str]:
-    """List the files with tests: those of the suite, and modules with doctests."""
+    """List the files with tests: the suite's files, and modules with doctests."""
     suite = sorted((ROOT / "tests").rglob("test_*.py"))
     doctests = [
         file for file in sorted((ROOT / "geomon").rglob("*.py")) if ">>>" in file.read_text()
@@ -322,11 +322,11 @@ def test_files() -> list[str]:
 
 
 class Account(NamedTuple):
-    """What the suite runs.
+    """Lines that the suite runs.
 
     Attributes:
-        lines: Lines that each test runs, by file; those of processes stand under the name of the
-            file of tests.
+        lines: Lines that each test runs, by file; lines that processes run are listed under the
+            name of the file of tests.
         seconds: How long each test takes; those that fail without a fault are absent.
     """
 
@@ -464,7 +464,7 @@ class Counting(Tests):
         self._seconds = defaultdict[str, float](float)
         self._failed = dict[str, None]()
         self._folder = tempfile.mkdtemp()
-        # What is not a test's own, a process or a thread runs.
+        # Lines that a process or a thread of a test runs are counted for its file.
         Path(self._folder, "ini").write_text(
             f"[run]\ndata_file = {self._folder}/lines\ncontext = {''.join(job.tests)}\n"
             "source = geomon\nrelative_files = true\nparallel = true\n"
@@ -594,7 +594,7 @@ def copy_project(folder: Path) -> Path:
 
 
 def sources_of(file: Path) -> list[Path]:
-    """List a file of tests and those of tests/support that it imports, one through another."""
+    """List a file of tests and the files of tests/support that it imports, directly or not."""
     support = sorted((ROOT / "tests" / "support").glob("*.py"))
     found = [file, *(ROOT / "tests").rglob("conftest.py")]
     for each in found:
@@ -656,7 +656,7 @@ def main(
 ) -> None:
     """Draw faults, plant each, and print what survived.
 
-    What is printed names faults as `--faults` reads them.
+    The output names faults as `--faults` reads them.
     """
     drawn = listed_in(faults.read_text()) if faults else draw(seed, count, only)
     if list_:

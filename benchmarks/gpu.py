@@ -128,7 +128,7 @@ class Run(NamedTuple):
 
     Attributes:
         milliseconds: Time of each step on the device, from the end of the previous one, ascending.
-        quiet: Median of the steps beside which no thread measured, in ms.
+        quiet: Median of the steps during which no thread measured, in ms.
         peak: Largest memory of the device in GB (10^9 bytes); NaN on the host.
         graphs: Number of graphs that were compiled meanwhile.
     """
@@ -329,12 +329,12 @@ _RUNS = (
 _COSTS = ("what", "delay, ms", "in steps", "until done, ms", "in steps", "note")
 
 
-# Of a table: its title, names of its columns, its rows.
+# A table: its title, names of its columns, its rows.
 Table = tuple[str, tuple[str, ...], Iterator[list[object]]]
 
 
 def tables(size: Size, device: torch.device, steps: int) -> Iterator[Table]:
-    """Yield runs, single readings, and values of the device beside those of the host."""
+    """Yield runs, single readings, and values of the device next to the host's."""
     training = Training(size, device)
     yield f"Compiled blocks, {size}", _RUNS, runs(training, steps)
     usual = run(training, 2 * _WARM_UP).median

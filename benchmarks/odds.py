@@ -1,4 +1,4 @@
-"""Which faults are noticed at the costs of a training on a GPU, by small trainings on this machine.
+"""Faults that are noticed at the costs of a training on a GPU, by small trainings on this machine.
 
 A training of 12 layers at 50 ms a step pays for few looks. The faults of `recipes.faults` are put
 into small decoders at steps 600 to 780, each watched at the steps that such a training's plan has.

@@ -1,4 +1,4 @@
-"""What one watched forward pass costs beyond a plain one: Python, and memory."""
+"""Costs of one watched forward pass beyond a plain one: Python, and memory."""
 
 import ctypes
 import gc
@@ -152,7 +152,7 @@ def _peak_of(name: str, sizes: Sizes, sequences: int, kind: str, *, gradients: b
             output = model(**batch)
         return output, None if window is None else window.snapshot()
 
-    # What the first watched pass of a process loads is not its memory.
+    # Modules that the first watched pass of a process loads do not count as its memory.
     other, batch = make(name, Sizes(2, 64, 16), 2)
     forward(other, batch, find_anatomy(other), new_plans(), watched=True)
     model, batch = make(name, sizes, sequences)

@@ -3,7 +3,7 @@
 A decoder of the recipe is trained on 90 % of the text, and disjoint probes of the rest read the
 same checkpoints. The change between two checkpoints, and the change along a line through the last
 quarter of the run, have a paired margin and one as if readings were independent. A margin covers
-where change +- margin contains the mean of the changes over all probes.
+if change +- margin contains the mean of the changes over all probes.
 """
 
 import math

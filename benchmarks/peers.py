@@ -1,4 +1,4 @@
-"""What an intrinsic dimension costs beside other packages, and whether it is right.
+"""Cost and accuracy of an intrinsic dimension, compared with other packages.
 
 From rows to the value, of all rows, on one thread; all packages take turns. TwoNN, Gride and the
 maximum likelihood of Levina and Bickel need 2, 64 and 20 neighbours. A value counts as right within
@@ -133,7 +133,7 @@ PEERS: dict[str, dict[str, Callable[[], Estimator]]] = {
 
 
 def _cloud(rows: int, width: int) -> Rows:
-    """Draw rows whose variance falls over the directions, like that of hidden states."""
+    """Draw rows whose variance falls over the directions, as in hidden states."""
     spread = np.arange(1, width + 1) ** -0.5
     drawn = np.random.default_rng(0).standard_normal((rows, width)) * spread
     return drawn.astype(np.float32)

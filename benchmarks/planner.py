@@ -1,4 +1,4 @@
-"""Which steps a run reads by default: simulated runs with the planner itself and a false clock."""
+"""Steps that a run reads by default: simulated runs with the planner itself and a false clock."""
 
 import itertools
 import math

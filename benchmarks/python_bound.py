@@ -1,4 +1,4 @@
-"""What a training loses that waits for Python, as on a GPU, where Python launches the operators."""
+"""Time that looks cost a training bound by Python, as on a GPU that waits for its operators."""
 
 import logging
 import statistics

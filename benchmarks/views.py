@@ -44,7 +44,7 @@ ATTENTION = "(attention)"
 app = typer.Typer(help=__doc__)
 
 _Inputs = dict[str, Any]
-# What was kept of one layer: values by view, and reasons by view.
+# One layer as captured: values by view, and reasons by view.
 _Layers = dict[tuple[str, int], tuple[dict[str, Any], dict[str, str]]]
 
 
@@ -52,10 +52,10 @@ class Seen(NamedTuple):
     """One pass of a model, as captured.
 
     Attributes:
-        inputs: What the pass ran on: "same", "shorter" or "fewer".
+        inputs: Inputs of the pass: "same", "shorter" or "fewer".
         layers: By stack and depth: numbers of arrays by view, and why views are missing.
         notes: Words of all notes.
-        error: What ended it, or "".
+        error: The error that ended the pass, or "".
     """
 
     inputs: str

@@ -11,7 +11,7 @@ _LEARNS = "plans" in inspect.signature(Window).parameters
 
 
 def new_plans() -> Any:
-    """Return an empty collection of what windows learn of blocks, for all windows on one model."""
+    """Return an empty collection of plans of blocks, for all windows on one model."""
     return getattr(geomon.capture, "Plans", dict)()
 
 

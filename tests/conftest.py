@@ -69,7 +69,7 @@ def forks():
 def own_metrics_in_background(monkeypatch):
     """Measure a user's metrics in the background too: they stand for slow or broken ones.
 
-    geomon measures them where the training is, since they may draw its random numbers.
+    Otherwise geomon measures them in the training's thread, since they may draw random numbers.
     """
     from geomon.metrics import Evaluator
 

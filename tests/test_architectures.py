@@ -97,7 +97,7 @@ def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
 
 @EACH
 def test_what_is_captured_is_what_the_model_computes(name, implementation):
-    """What is not seen is declared, in the words of geomon."""
+    """The specimen declares what is not seen, in geomon's words."""
     specimen, verdict = ZOO[name], measured(name, implementation)
     assert verdict.faults == []
     assert verdict.attention is None or verdict.attention < TOLERANCE
@@ -196,7 +196,7 @@ def _routes(name: str) -> str:
 
 
 def _remarks(name: str, verdicts: list[Verdict]) -> list[str]:
-    """What a reader should know of an architecture, over its attention implementations."""
+    """Collect the remarks on an architecture, over its attention implementations."""
     as_attended = ["queries and keys as attended"] if any(map(_stands_in, verdicts)) else []
     remarks = [ZOO[name].remark, *as_attended, *_reasons(verdicts)]
     return [remark for remark in dict.fromkeys(remarks) if remark not in {"", _NONE}]
@@ -207,7 +207,7 @@ def _stands_in(verdict: Verdict) -> bool:
 
 
 def _reasons(verdicts: list[Verdict]) -> Iterator[str]:
-    """What is missing, but for token ids where there are none; a note of a reading says why."""
+    """Say what is missing, except token ids of models without any; a reading's note says why."""
     kinds = {"projected_query": "projected Q and K", "visible": "attention"}
     for verdict in verdicts:
         yield from sorted(verdict.notes)

@@ -1,4 +1,4 @@
-"""What happens on an accelerator; skipped where there is none."""
+"""Readings on an accelerator; skipped if there is none."""
 
 import gc
 from contextlib import nullcontext
@@ -24,7 +24,7 @@ def normal(*shape, seed=0):
 
 @pytest.fixture
 def reduced_precision():
-    """What many trainings set: float32 products are rounded to TF32, or to bfloat16."""
+    """Round float32 products to TF32 or bfloat16, as many trainings do."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     yield

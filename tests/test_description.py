@@ -39,12 +39,12 @@ def run_twice(model, x):
 
 
 def number_and_place(model, values):
-    """As models of series of numbers have it, where positions alone are embedded."""
+    """A model of number series, which embeds positions alone."""
     return values[..., None].expand(-1, -1, 32) + model.places(torch.arange(values.shape[1]))
 
 
 def summed(**modules):
-    """Four tables beside the blocks, the first of them of the tokens."""
+    """Four embedding tables next to the blocks; the first embeds the tokens."""
     return PlainDecoder(kinds=nn.Embedding(2, 32), others=nn.Embedding(2, 32), **modules)
 
 

@@ -205,7 +205,7 @@ class Watching(Trainer):
 
 
 class OfPart(Trainer):
-    """The loss is that of a part of the model, which some trainers call."""
+    """Some trainers call a part of the model and take its loss."""
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         hidden = self.model.transformer(inputs["input_ids"]).last_hidden_state
@@ -239,7 +239,7 @@ class Scoring(Watching):
 
 
 class Blind(Trainer):
-    """Steps without gradients, as those of evolution strategies are."""
+    """Steps without gradients, as evolution strategies make them."""
 
     def training_step(self, model, inputs, *args, **kwargs):
         with torch.no_grad():

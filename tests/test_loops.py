@@ -37,7 +37,7 @@ def failing(at):
     return METRICS | {"unreliable": unreliable}
 
 
-# Of each case: what the learner and the loop are told, and in which loops it can be.
+# Options of the learner and the loop in each case, and the loops that have it.
 CASES = {
     "end": {},
     "exception in the model": {"error": RuntimeError},
@@ -56,7 +56,7 @@ CELLS = [(loop, case) for case, of in CASES.items() for loop in of.get("loops", 
 
 
 def expected_steps(loop, case):
-    """Every second step; a forced last one where the loop knows which it is."""
+    """Every second step, and a forced last one if the loop knows its last step."""
     if CASES[case].get("error") or case.endswith("strict"):
         return [0, 2]
     if loop == "plain":
@@ -153,7 +153,7 @@ HELD_OUT = batch(21, 32, seed=99)  # in batches of 8, 8 and 5
 
 
 class Stream(IterableDataset):
-    """Goes on where it stopped, and never ends."""
+    """A stream that continues after its last item, and never ends."""
 
     at = 0
 
@@ -304,7 +304,7 @@ def test_of_accumulated_batches_the_first_is_read_by_what_it_holds(tmp_path, loo
 
 
 def on_board(loop, folder):
-    """What lets a loop show its values on TensorBoard, and a function that reads what is shown."""
+    """Return options that show a loop's values on TensorBoard, and a function that reads them."""
     of_lightning = loop == "lightning"
     logger = {"logger": TensorBoardLogger(folder, name="runs", version="x")}
 

@@ -32,5 +32,5 @@ def test_the_quick_part_has_each_loop_each_way_out_and_each_setting_once():
     loops, ways_out, settings = map(set, zip(*QUICK, strict=True))
     assert loops == set(LOOPS)
     assert ways_out == set(WAYS_OUT)
-    # What is compiled has tests of its own, in capture/calling/test_compiled.py.
+    # Compiled models have tests of their own, in capture/calling/test_compiled.py.
     assert settings == set(SETTINGS) - {"nothing else", "compile with dropout"}

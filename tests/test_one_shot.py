@@ -179,7 +179,7 @@ def fill(model, lowest):
         parameter.data.fill_(lowest)
 
 
-# What makes numbers that are not finite, by a model and the layers of hidden states it spoils.
+# Causes of numbers that are not finite: a model, and the layers of hidden states that it spoils.
 SPOILT = {
     "all weights": (lambda model: fill(model, math.nan), [0, 1, 2, 3]),
     "one block": (lambda model: fill(model.blocks[1].mlp, math.nan), [2, 3]),

@@ -1,4 +1,4 @@
-"""What users install: the wheel, without the extras, says in each place which extra is missing."""
+"""The wheel as users install it: without extras, each place says which extra is missing."""
 
 import json
 import re
@@ -22,7 +22,7 @@ sys.modules |= dict.fromkeys([*{OPTIONAL!r}, "pytorch_lightning"])
 import geomon
 assert geomon.__file__.startswith(sys.argv[1]), geomon.__file__
 """
-# What is done, and the extra that it needs.
+# Code, and the extra that it needs.
 NEEDS = {
     "import geomon.lightning": "lightning",
     "import geomon.huggingface": "huggingface",
@@ -67,7 +67,7 @@ def installed(wheel, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def said(installed):
-    """What is said where each thing is tried; in one process, which takes seconds to start."""
+    """Try everything in one process, which takes seconds to start; return what each try said."""
     tries = f"""
 import json
 said = {{}}
@@ -106,7 +106,7 @@ def test_without_extras_it_measures(said):
 
 @pytest.mark.parametrize(("code", "extra"), NEEDS.items())
 def test_what_needs_an_extra_says_what_to_install(said, code, extra):
-    """The packages: from where geomon itself came, nobody knows."""
+    """The message names the packages, since geomon itself may come from anywhere."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = [re.match(r"[\w-]+", one)[0] for one in extras["optional-dependencies"][extra]]
     assert f"pip install {' '.join(names)}" in said[code]

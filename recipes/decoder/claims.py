@@ -1,4 +1,4 @@
-"""What four papers assert of a decoder, each with the number that decides it.
+"""Claims of four papers on decoders, each with the number that decides it.
 
 Not asked, since no training could bring it out otherwise: that the squared norm of the mean and the
 variance add up to the mean squared norm; the mean cosine without the mean row; the mean cosine of
@@ -197,7 +197,7 @@ def norm_questions() -> list[Question]:
                source, "slope less that of types assigned at random", below=0, ours=True),
          lambda h: over_layers(h.last, _SLOPE) - over_layers(h.last, f"{_SLOPE}_shuffled")),
     ]  # fmt: skip
-    # What is not within the types is between them: one share falls as the other grows.
+    # Variance is within the types or between them: one share falls as the other grows.
     depths = [
         (Claim(name, asserts, source, f"Spearman's correlation of {words} with depth",
                above=0, ours=metric == "drift_norm"),
@@ -217,8 +217,8 @@ def norm_questions() -> list[Question]:
 def spectral_questions(warmup: float) -> list[Question]:
     """List what Li et al. assert of three phases of the spectrum.
 
-    The paper's phases end where the curves turn; here the first ends with the warm-up and the
-    second with the first quarter, so that no curve chooses its own limits.
+    The paper's phases end at turning points of the curves; here the first phase ends with the
+    warm-up and the second with the first quarter, so that no curve chooses its own limits.
     """
     return [
         (Claim(name, f"The {words}.", f"{_PHASES}, abstract",

@@ -1,4 +1,4 @@
-"""Which claims of four papers on language models hold for a small decoder of characters."""
+"""Test the claims of four papers on language models with a small decoder of characters."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -28,7 +28,7 @@ from recipes.study.model import Architecture, Transformer
 from recipes.study.text import next_characters, random_windows
 from recipes.study.training import Training, Watch
 
-# What is asked for beyond the default metrics.
+# Metrics beyond the default ones.
 _MORE = (
     "alpha_last", "effective_rank_last", "local_anisotropy", "cosine_centred", "mean_query_share",
     "query_cosine", "key_cosine",
@@ -55,7 +55,7 @@ def norm_variance_slope_shuffled(hidden: Tensor, token_ids: Tensor) -> dict[str,
 
 @dataclass(frozen=True)
 class Decoder(Experiment):
-    """Which claims of four papers hold for a small decoder of characters?
+    """Test the claims of four papers with a small decoder of characters.
 
     Each seed is the model of the recipe enwik8 (GPT-2's block), trained half as long.
     """

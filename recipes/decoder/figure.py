@@ -39,7 +39,7 @@ def decoder_figure(seeds: Sequence[History]) -> Figure:
     """Draw the curves on which the claims stand, in nine panels.
 
     Args:
-        seeds: What was recorded of each seed.
+        seeds: Records of each seed.
     """
     last, steps = seeds[0].last, seeds[0].steps
     depth = len(profile_of(last, "anisotropy")) - 1
@@ -115,7 +115,7 @@ def seeds_figure(seeds: Sequence[History]) -> Figure:
     """Draw mean query against mean key over training, a line for each seed.
 
     Args:
-        seeds: What was recorded of each seed.
+        seeds: Records of each seed.
     """
     figure = stability_figure({f"seed {n}": seed.record for n, seed in enumerate(seeds)})
     figure.set_dpi(80)

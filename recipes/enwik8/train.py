@@ -140,7 +140,7 @@ class Decoder(L.LightningModule):
 
 
 class Batches:
-    """Random windows of the text: every rank draws its own, a resumed run goes on where it was."""
+    """Random windows of the text: every rank draws its own, and a resumed run goes on drawing."""
 
     def __init__(self, ids: Ids, model: Decoder) -> None:
         self._ids, self._model, self._run = ids, model, model.hparams

@@ -108,7 +108,7 @@ def run(training: str, given: Text, folder: Path, cells: Sequence[Cell] = CELLS)
         training: Name of the training.
         given: Text of those that need one.
         folder: Folder of all runs.
-        cells: Runs, of which those of the training are made.
+        cells: Runs; only the runs of this training are made.
     """
     description = {"training": training, "sha256": given.sha256()}
     places = {cell: folder / training / cell.what for cell in cells if cell.training == training}
@@ -194,7 +194,7 @@ class Ran:
     """A run with what its records hold.
 
     Attributes:
-        cell: What was run.
+        cell: The run.
         seen: Alerts from the fault or the change on, by record.
         losses: Losses of the steps from there on.
         held_out: Loss of a batch that no step was made on, after 110 steps.

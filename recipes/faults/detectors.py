@@ -49,7 +49,7 @@ DETECTORS: dict[str, tuple[str, ...]] = {
 
 
 class Place(NamedTuple):
-    """What a number is of: a metric, or what the training logs; a layer; a head or a part."""
+    """Place of a number: a metric or a value that the training logs, a layer, a head or a part."""
 
     metric: str
     layer: int = 0
@@ -57,7 +57,7 @@ class Place(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What a detector says of a run.
+    """Scores of a detector on a run.
 
     Attributes:
         steps: Steps of the readings, [readings].
@@ -75,7 +75,7 @@ class Run:
     """A complete run with what its records hold.
 
     Attributes:
-        job: What was run.
+        job: The run.
         scores: Scores by detector, of every step.
         alerts: Step and layer of each alert, by record.
     """
@@ -136,7 +136,7 @@ def _logged(reading: Reading) -> Iterator[tuple[Place, float]]:
 
 
 def numbers_of(columns: Mapping[str, Column]) -> Iterator[tuple[Place, float]]:
-    """Yield the values of a stack: those of heads or parts where there are some."""
+    """Yield the values of a stack, by head or part if there are some."""
     for metric, column in columns.items():
         if metric in WATCHED and WATCHED[metric].by_part:
             for part, own in column.parts.items():
@@ -154,7 +154,7 @@ def distances(steps: NDArray[np.int64], places: Sequence[Place], numbers: Array)
 
     Args:
         steps: Steps, ascending, [readings].
-        places: What the numbers are of.
+        places: Places of the numbers.
         numbers: The numbers, [readings, places].
 
     Returns:
@@ -216,13 +216,13 @@ class Rate:
 
 
 class Outcome(NamedTuple):
-    """What a detector made of one run with a fault.
+    """Verdict of a detector on one run with a fault.
 
     Attributes:
         fault: Name of the fault.
-        delay: Steps from the fault to the first alarm; None where none came.
-        located: Whether the layer that was named is that of the faulty block; None without an
-            alarm, for a fault that is everywhere, and where no layer was named.
+        delay: Steps from the fault to the first alarm; None if none came.
+        located: Whether the alarm named the layer of the faulty block; None without an alarm, for
+            a fault that is everywhere, and if no layer was named.
     """
 
     fault: str

@@ -16,7 +16,7 @@ _STUCK_AT = 64.0
 _DISTINCT_BATCHES = 4  # of data that repeats
 _STALE = 8  # steps by which a gradient is late
 
-# Where the blocks of a model are, and the modules of a block that faults touch.
+# Paths of a model's blocks, and of the modules in a block that faults touch.
 PLACES = {
     "gpt2": {
         "blocks": "blocks", "query": "mixing.query", "key": "mixing.key", "value": "mixing.value",
@@ -68,7 +68,7 @@ class Subject:
     labels: Callable[[Tensor], Tensor] = lambda windows: windows[:, 1:]
 
     def loss(self, windows: Any) -> Tensor:
-        """Compute the mean cross-entropy of what follows, in nats."""
+        """Compute the mean cross-entropy of the next tokens, in nats."""
         labels = self.labels(windows)
         outputs = self.model(windows[:, :-1])
         logits = getattr(outputs, "logits", outputs)[:, : labels.shape[1]]
@@ -84,7 +84,7 @@ class Subject:
         return self.blocks()[block].get_submodule(PLACES[self.block][name])
 
 
-# What a fault goes on doing: a function of the number of updates since it came, called before each
+# Lasting part of a fault: a function of the number of updates since it came, called before each
 # forward pass from the first one on.
 EachStep = Callable[[int], None]
 # Puts a fault into a block of a training, with a source of chance; None if it does nothing more.
@@ -97,10 +97,10 @@ class Fault:
 
     Attributes:
         name: Name of the fault.
-        kind: "loud" where the loss was expected to jump at once, "silent" where it was expected to
-            absorb the fault, "creeping" where the fault grows, "unseen" where nothing was expected
-            and no alert was made for it.
-        words: What it does, for a table.
+        kind: "loud" if the loss was expected to jump at once, "silent" if it was expected to absorb
+            the fault, "creeping" if the fault grows, "unseen" if nothing was expected and no alert
+            was made for it.
+        words: Description of the fault, for a table.
         change: Function that puts the fault into a training.
         local: Whether it is in one block.
         block: Kind of blocks that it needs; "" for any.

@@ -138,7 +138,7 @@ def delays(outcomes: Iterable[Outcome]) -> list[int]:
 
 
 def located(outcomes: Iterable[Outcome]) -> str:
-    """Format how often the layer that was named is that of the faulty block."""
+    """Format how often the alarm named the layer of the faulty block."""
     known = [outcome.located for outcome in outcomes if outcome.located is not None]
     return f"{sum(known)} of {len(known)}" if known else "-"
 

@@ -36,7 +36,7 @@ _HEADS = 4
 
 
 class Costs(NamedTuple):
-    """What geomon costs, in training steps (docs/cost.md: 6 layers of width 128, one thread).
+    """Costs of geomon in training steps (docs/cost.md: 6 layers of width 128, one thread).
 
     Attributes:
         reading: Cost of a reading of all default metrics.
@@ -66,7 +66,7 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Folder of the run below that of all runs."""
+        """Folder of the run inside the folder of all runs."""
         return Path(f"width_{self.width}_{self.number:03d}") / (self.fault or "healthy")
 
     @property

@@ -37,11 +37,11 @@ _MASKED, _COMMON = 0.15, 0.2  # shares of characters and of patches
 
 
 class Batch(NamedTuple):
-    """What a model gets and what it is asked for.
+    """Inputs and labels of a model.
 
     Attributes:
         inputs: Arguments of the model by name.
-        labels: What is to be predicted, int64; -100 where nothing is.
+        labels: Tokens to predict, int64; -100 for places without a prediction.
     """
 
     inputs: dict[str, Tensor]
@@ -69,7 +69,7 @@ class Task(Subject):
     factor: float = 1.0
 
     def loss(self, batch: Batch) -> Tensor:
-        """Compute the mean cross-entropy where something is asked, in nats."""
+        """Compute the mean cross-entropy over the places that have a label, in nats."""
         logits = self.model(**batch.inputs).logits
         labels = self.labels(batch.labels).flatten()
         return self.factor * F.cross_entropy(logits.flatten(0, -2), labels)
@@ -187,7 +187,7 @@ class Kind(NamedTuple):
     """One of the trainings.
 
     Attributes:
-        words: What it is, for a table.
+        words: Description of the training, for a table.
         block: Kind of its blocks.
         model: Builds the model for so many distinct characters.
         make: Function from a text, given as ids and number of distinct ones, to one that makes

@@ -234,7 +234,7 @@ HEALTHY: dict[str, Callable[[Task], EachStep | None]] = {
     "validation in between": _validation,
 }
 
-# What is made of each training: 41 faults, of which 9 are everywhere, and 24 healthy runs.
+# Runs of all trainings: 41 with a fault, which is everywhere in 9 of them, and 24 healthy ones.
 _FAULTS_OF = {
     "llama_text": "norm_gain half_residual moved_queries head_lost gradient_burst keys_turned "
                   "mask_leaks rounded dropout same_batch weight_decay",
@@ -278,7 +278,7 @@ class Cell:
 
     @property
     def folder(self) -> Path:
-        """Folder of the run below that of all runs."""
+        """Folder of the run inside the folder of all runs."""
         return Path(self.training) / self.what
 
     @property

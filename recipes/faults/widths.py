@@ -1,4 +1,4 @@
-"""Which smallest half widths healthy values need, by metric, and which faults then stay outside."""
+"""Smallest half widths that healthy values need, by metric, and faults that stay outside them."""
 
 import copy
 import math
@@ -84,7 +84,7 @@ class _Stacks:
 
 
 class Found(NamedTuple):
-    """What the records of runs hold.
+    """Values in the records of runs.
 
     Attributes:
         outside: Values outside of bands without a smallest half width.

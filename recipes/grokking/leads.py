@@ -49,7 +49,7 @@ def fall(history: History, name: str) -> float:
 
 
 def alarm(run: History, controls: Sequence[History], name: str, margin: float) -> int | None:
-    """Find the step where a curve first falls below everything that the controls have had so far.
+    """Find the first step at which a curve falls below all values of the controls so far.
 
     Runs are compared from their memorisation on, because all curves rise before it.
 

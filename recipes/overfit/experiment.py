@@ -183,13 +183,13 @@ def last_layer(history: History, metric: str) -> list[float]:
 
 
 def loss_turn(history: History) -> int | None:
-    """Find the step where the held-out loss turns, or None if it does not."""
+    """Find the step at which the held-out loss turns, or None if it does not."""
     index = first_turn(history.values(HELD_OUT), _SHARE_OF_LOSS, "trough")
     return None if index is None else history.steps[index]
 
 
 def geometry_turn(history: History, watched: Watched) -> int | None:
-    """Find the step where a metric turns at the last layer, or None if it does not."""
+    """Find the step at which a metric turns at the last layer, or None if it does not."""
     values = last_layer(history, watched.metric)
     index = first_turn(values, _SHARE_OF_GEOMETRY, watched.kind, after_other=True)
     return None if index is None else history.steps[index]
@@ -244,7 +244,7 @@ OF_PLENTY: list[Question] = [
 
 
 def draw(few: Sequence[History], plenty: Sequence[History]) -> Figure:
-    """Draw an experiment in four panels; dotted: where the held-out loss of few texts turns."""
+    """Draw an experiment in four panels; dotted: the turn of the held-out loss of few texts."""
     groups = ((few, ORANGE, "few texts, many epochs"), (plenty, BLUE, "plenty of text: control"))
     losses = [
         Line(f"{words}, {kind}", colour, seeds[0].steps, [one.values(tag) for one in seeds], style)

@@ -1,4 +1,4 @@
-"""Arrays that stand beside a record (`Monitor(arrays=True)`), at a few steps."""
+"""Arrays that a run keeps with its record (`Monitor(arrays=True)`), at a few steps."""
 
 from collections.abc import Iterable, Sequence
 
@@ -42,7 +42,7 @@ def arrays_over_training(run: Readings, name: str, most: int | None = None) -> d
 
 
 def layers_with(arrays: Iterable[str], name: str) -> list[int]:
-    """List the layers of which there is an array of some name.
+    """List the layers that have an array of a name.
 
     Args:
         arrays: Tags of arrays.

@@ -29,7 +29,7 @@ def correlate(one: Column, other: Column) -> dict[str, Correlation]:
     """Correlate two metrics over the layers that have both.
 
     Godey et al. (2401.12143, figures 5 and 16) relate `drift_norm` to `cosine` this way. Up to 9
-    layers the p-value is exact, over all permutations; with more it is that of normal series.
+    layers the p-value is exact, over all permutations; with more it assumes normal series.
     Neighbouring layers are not independent, so the p-values are smaller than they should be.
 
     Args:

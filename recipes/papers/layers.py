@@ -225,7 +225,7 @@ def _profile(reading: Reading, part: str, words: str, colour: str) -> Line:
 
 
 def _variance_shares(run: Readings, step: int, arrays: Arrays, layer: int) -> Floats:
-    """Eigenvalues as shares of the whole variance, some of which may lie beyond those kept."""
+    """Eigenvalues as shares of the whole variance, to which others, not kept, may contribute."""
     values = arrays.get(f"eigenvalues/layer_{layer:02d}", np.zeros(0))
     recorded = [
         each.column("variance").at(layer) for each in single_source(run) if each.step == step

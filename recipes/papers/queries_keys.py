@@ -67,8 +67,8 @@ class HeadHistory(NamedTuple):
 def means_figure(run: Readings) -> Figure:
     """Draw how the mean query and the mean key of two heads move over training, in three planes.
 
-    The planes are those of the two leading singular directions, not centred, of queries and keys of
-    all steps together, of the keys alone and of the queries alone.
+    Each plane is spanned by two leading singular directions, not centred: of the queries and keys
+    of all steps together, of the keys alone, and of the queries alone.
 
     Args:
         run: Readings of a run, of one stack.
@@ -264,7 +264,7 @@ def _label_plane(panel: Axes, letter: str, title: str, shares: Floats) -> None:
 
 
 def _name_row(panel: Axes, one: HeadHistory, heads: Sequence[HeadHistory]) -> None:
-    """Write beside a row of panels which head it is of, and why that one."""
+    """Write next to a row of panels which head it shows, and why this one."""
     words = f"layer {one.layer}, head {one.head}, cosine {one.cosines[-1]:+.2f}"
     if len(heads) > 1:
         words = f"{'most similar' if one is heads[0] else 'most opposite'} head\n{words}"

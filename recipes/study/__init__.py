@@ -1,1 +1,1 @@
-"""What the experiments share: a loop, a model, a command line, claims, and means over seeds."""
+"""Parts that the experiments share: a loop, a model, a command line, claims, means over seeds."""

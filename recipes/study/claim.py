@@ -1,4 +1,4 @@
-"""A published claim beside what is measured here, with a verdict that follows from the numbers."""
+"""A published claim, its measurement here, and a verdict that follows from the numbers."""
 
 import itertools
 import json
@@ -25,22 +25,22 @@ class Claim:
     """One assertion, and a number that decides it.
 
     A sentence of a paper that asserts several things ("grows and stabilises at every layer") is
-    several claims. What no number could decide otherwise, an identity for instance, is none.
+    several claims. An assertion that no number could refute, such as an identity, is not a claim.
 
     Attributes:
         name: Name of the claim, unique in its experiment, in words joined by underscores.
-        asserts: What is asserted, in one sentence.
+        asserts: The assertion, in one sentence.
         source: Number of the paper at arXiv with the section or figure.
-        quantity: What is measured, with its unit.
+        quantity: The measured quantity, with its unit.
         values: One value for each independent repetition, if any has one.
         above: Number that the mean must exceed for the claim to hold; None for no such end.
         below: Number that the mean must stay under for the claim to hold; None for no such end.
         ours: Whether the paper does not assert it, or measures it in another way.
-        chosen: What of the measure we chose because the paper gives none: "limit", "windows".
-        variant: Which estimator or model it is measured on, where the same is asked of several.
-        repeated: What one value is of: "seed", "head".
-        counted: Whether each value is 1 or 0, for something that is so or not, and their mean a
-            share: its interval is that of a count.
+        chosen: Part of the measure that we chose because the paper gives none: "limit", "windows".
+        variant: Estimator or model that it is measured on, if one question is asked of several.
+        repeated: Unit that gives one value: "seed", "head".
+        counted: Whether each value is 1 or 0, for true or false, and their mean a share: its
+            interval is the interval of a count.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Claim:
 
     @property
     def place(self) -> str:
-        """Where in the paper, "4.2, fig. 3"."""
+        """Section or figure of the paper, "4.2, fig. 3"."""
         return self.source.partition(", ")[2]
 
     @property
@@ -86,7 +86,7 @@ class Claim:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the whole interval lies where the claim puts it, or outside, or on both sides."""
+        """Whether the whole interval lies in the claimed range, outside it, or on both sides."""
         low, high = self.measured.low, self.measured.high
         if low > self._least and high < self._most:
             return "agrees"
@@ -94,7 +94,7 @@ class Claim:
 
     @property
     def limits(self) -> str:
-        """Where the claim puts the number, "> 0" or "0 to 2.5"."""
+        """Range that the claim gives for the number, "> 0" or "0 to 2.5"."""
         if self.above is None:
             return f"<{self.below:.3g}"
         return (
@@ -128,7 +128,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Results:
-    """What an experiment found.
+    """Findings of an experiment.
 
     Attributes:
         experiment: Name of the experiment.

@@ -17,7 +17,7 @@ from recipes.study.seeds import estimate
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
 BLUE, ORANGE, GREEN, PINK, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
 GREY = "#767676"
-# Of layers or steps, first to last; more of them begin anew.
+# Colours of layers or steps, first to last; more of them begin anew.
 IN_ORDER = (SKY, BLUE, GREEN, "#E69F00", ORANGE, PINK)
 # Colours of a picture in its file: lines, their mixtures with bands, and the edges of letters.
 _COLOURS = 96
@@ -47,9 +47,9 @@ class Panel(NamedTuple):
 
     Attributes:
         title: Text above the panel.
-        x_label: What the horizontal axis shows, with its unit.
-        y_label: What the vertical axis shows, with its unit.
-        lines: What is drawn.
+        x_label: Quantity on the horizontal axis, with its unit.
+        y_label: Quantity on the vertical axis, with its unit.
+        lines: Lines to draw.
         nulls: Values at which a grey line stands, with their names.
         finish: Function that is called with the axes at the end, for scales and marks.
         options: Keyword arguments of `Axes.set`.
@@ -123,8 +123,8 @@ def label_panel(panel: Axes, letter: str, title: str, x_label: str, y_label: str
         panel: Axes of matplotlib.
         letter: Letter by which texts name the panel.
         title: Text above the panel.
-        x_label: What the horizontal axis shows, with its unit.
-        y_label: What the vertical axis shows, with its unit.
+        x_label: Quantity on the horizontal axis, with its unit.
+        y_label: Quantity on the vertical axis, with its unit.
     """
     panel.set_title(f"$\\bf{{{letter}}}$   {title}", loc="left", fontsize=11, pad=7)
     panel.set_xlabel(x_label, fontsize=9.5)
@@ -175,7 +175,7 @@ def explain_seeds(count: int) -> str:
 
 
 def save_small(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Write a figure as a PNG of few colours, small enough to be kept beside the code.
+    """Write a figure as a PNG of few colours, small enough to be kept with the code.
 
     Args:
         figure: Figure of matplotlib.

@@ -64,7 +64,7 @@ class Experiment(ABC):
 
     @property
     def name(self) -> str:
-        """Name of the experiment, that of its folder."""
+        """Name of the experiment and of its folder."""
         return type(self).__module__.split(".")[1]
 
     @property
@@ -158,7 +158,7 @@ def in_processes(
 def train_one(
     experiment: Experiment, kind: str, seed: int, corpus: Text | None, folder: Path
 ) -> None:
-    """Make one training and leave its record; nothing is done where that is complete."""
+    """Make one training and leave its record, or do nothing if the record is complete."""
     settings: dict[str, Any] = {**asdict(experiment), "kind": kind, "seed": seed}  # type: ignore[call-overload]
     if corpus is not None:
         settings["text"] = corpus.sha256()

@@ -54,7 +54,7 @@ class History:
         return align_layers(arrays_over_training(self.record, "mean_query"))
 
     def values(self, tag: str) -> list[float]:
-        """Collect a value over the readings; NaN where a reading has none."""
+        """Collect a value over the readings; NaN for readings without one."""
         return [reading.values.get(tag, math.nan) for reading in self.readings]
 
     def at(self, step: float, tag: str) -> float:
@@ -117,7 +117,7 @@ def at_layer(reading: Reading, metric: str, layer: int) -> float:
 
 
 def gain(measure: Callable[[Reading], float]) -> Callable[[History], float]:
-    """Make the function that gives a number of the last reading minus that of the first."""
+    """Make the function that subtracts a number of the first reading from the last reading's."""
     return lambda history: measure(history.last) - measure(history.first)
 
 
@@ -149,7 +149,7 @@ def over_heads(
 
 
 def onset(history: History, metric: str, head: Head, limit: float) -> float:
-    """Find from when on the value of a head stays beyond a limit, on the side where it ends.
+    """Find the step from which the value of a head stays beyond a limit, on the side of its end.
 
     Returns:
         Share of the training's steps that were made by then, [0, 1].

@@ -88,7 +88,7 @@ def score_bias(architecture: Architecture) -> Tensor:
     characters.
 
     Returns:
-        Bias, float32 [heads, context, context]; -inf where a key is not visible.
+        Bias, float32 [heads, context, context]; -inf for keys that are not visible.
     """
     places = torch.arange(architecture.context)
     distance = (places[:, None] - places).abs()

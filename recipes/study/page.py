@@ -56,7 +56,7 @@ def write_page(runs: Path, experiments: Iterable[str], page: Path) -> int:
 
 
 def render(results: Sequence[Results], missing: Sequence[str]) -> str:
-    """Write the claims as a page, without those of experiments that were not run."""
+    """Write the claims as a page; experiments that were not run are left out."""
     every = [(claim, each) for each in results for claim in each.claims if not claim.ours]
     papers = {paper: [line for line in every if line[0].paper == paper] for paper in PAPERS}
     papers = {paper: lines for paper, lines in papers.items() if lines}
@@ -79,7 +79,7 @@ def _counts(name: str, lines: Sequence[_Line]) -> list[str]:
 
 
 def _rows(lines: Sequence[_Line]) -> list[list[str]]:
-    """One row for each experiment, and one for all variants of what a paper asserts."""
+    """One row for each experiment, and one for all variants of an assertion."""
     rows = []
     for _, own in itertools.groupby(lines, lambda line: line[1].experiment):
         asked: dict[str, list[_Line]] = {}
@@ -101,7 +101,7 @@ def _seen(line: _Line) -> str:
 
 
 def _over(claim: Claim, results: Results) -> str:
-    """What a mean is over, if that is not the seeds of the experiment."""
+    """Say what a mean is taken over, unless it is the seeds of the experiment."""
     count = len(claim.values)
     if claim.repeated == "seed" and count == _seeds(results):
         return ""

@@ -1,4 +1,4 @@
-"""The one training loop, with monitors beside it, and a folder for what it leaves."""
+"""The one training loop, its monitors, and the folder of its records."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -28,14 +28,14 @@ def without_margins(*names: str) -> dict[str, Metric]:
 
 @dataclass(frozen=True)
 class Watch:
-    """What is read of a model, and on which inputs.
+    """A monitor's model, metrics and inputs.
 
     Attributes:
         model: The model that is trained, or a view of it that shares its weights.
         probe: Inputs that every reading looks at.
         metrics: Metrics by name.
         rows: Number of rows that a reading measures.
-        extra_layers: Layers beside the blocks, as for `Monitor`.
+        extra_layers: Layers other than the blocks, as for `Monitor`.
     """
 
     model: nn.Module
@@ -47,20 +47,20 @@ class Watch:
 
 @dataclass(frozen=True)
 class Training:
-    """One training: a model, what it is asked for, and what is read of it.
+    """One training: a model, its loss, and the monitors that read it.
 
     Attributes:
         model: The model.
         loss: Draws a batch by a generator, and computes its loss.
         steps: Largest number of optimizer updates; 0 to read an untrained model.
-        watched: What is read, by the name of a folder inside that of the training; "" for itself.
+        watched: Monitors, by the name of a folder inside the training's folder; "" for itself.
         schedule: Whether a step is read; step 0 and the last one are read whatever it says.
         learning_rate: Highest learning rate.
         rate: Share of it at a step.
         weight_decay: Weight decay of matrices.
         decay_of_vectors: Weight decay of biases and norms.
-        betas: Those of AdamW.
-        held_out: Measures what stands beside the readings: losses, accuracies.
+        betas: Betas of AdamW.
+        held_out: Measures held-out values, which the readings record: losses, accuracies.
         is_solved: Whether the training ends before its last step, from what `held_out` measured.
     """
 
@@ -133,7 +133,7 @@ def begin_training(folder: Path, settings: Mapping[str, Any]) -> bool:
     """Prepare a folder for one training: delete the records of one that was broken off.
 
     Returns:
-        Whether there is something to do: not where the folder holds the complete training.
+        Whether there is something to do: False if the folder holds the complete training.
 
     Raises:
         InputError: The folder holds a complete training with other settings, or another process

@@ -11,9 +11,9 @@ from geomon.distributed import RankGroup
 from support.ranks.launch import Program, launcher
 from support.ranks.lost import interrupted, lost, told
 from support.ranks.readings import probes, ragged_readings, same_tokens, split_batch
-from support.ranks.runs import resumed, scenarios
 from support.ranks.strategies import strategies
 from support.ranks.trainers import lightning, trainer
+from support.ranks.whole_runs import resumed, scenarios
 
 PREPARATION = """
 import contextlib
@@ -26,6 +26,7 @@ with contextlib.suppress(ImportError):
     from transformers import Trainer
 with contextlib.suppress(ImportError):
     import lightning.pytorch
+    import geomon.lightning, torch.utils.tensorboard, matplotlib.figure, benchmarks.mesh_models
 """
 TOGETHER = Program((ragged_readings, same_tokens, split_batch, probes, scenarios, strategies))
 ALONE = {

@@ -1,4 +1,4 @@
-"""Scenarios of runs: readings, alerts, warnings; support/ranks/runs.py has them on many ranks."""
+"""Scenarios of runs: readings, alerts, warnings; support/ranks/whole_runs.py has them on ranks."""
 
 import pytest
 

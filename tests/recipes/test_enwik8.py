@@ -133,7 +133,7 @@ def test_a_checkpoint_is_scanned_by_the_name_of_its_class(finished, tmp_path, mo
 
 
 def values_of(readings):
-    """What is measured at one look, by step; NaN equals NaN. Two looks depend on the machine."""
+    """Values measured at one look, by step; NaN equals NaN, and two looks depend on the machine."""
     others = ("geomon/", "update_size/", "unmoved/")
     return {
         each.step: {tag: repr(x) for tag, x in each.values.items() if not tag.startswith(others)}
@@ -249,7 +249,7 @@ def test_the_loss_is_logged_in_bits_per_character_or_per_byte():
     model, probe = model_of(), windows[:, :-1]
     with torch.no_grad():
         logits = model(probe)
-    # What a reading gives for windows: all their characters but the first.
+    # A reading gives it for windows: for all their characters but the first.
     expected = logged_by(model_of(), probe)[1]["train/bits_per_character"]
     assert bits(logits, probe).item() == pytest.approx(expected, rel=1e-5)
     nats = F.nll_loss(logits.log_softmax(2).flatten(0, 1), windows[:, 1:].flatten()).item()

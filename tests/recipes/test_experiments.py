@@ -24,7 +24,7 @@ TINY = {
     "bias_drift": [*SMALL, "--trained-width", "16", "--sequences", "2", "--length", "8",
                    "--directions", "2", "--steps", "2"],
 }  # fmt: skip
-# Of two seeds.
+# Numbers of trainings from two seeds.
 TRAININGS = {
     "decoder": 2, "encoder_decoder": 6, "overfit": 4, "digits": 6, "grokking": 5, "bias_drift": 8,
 }  # fmt: skip
@@ -79,7 +79,7 @@ def test_the_command_leaves_records_claims_and_pictures(finished):
 
 
 def values_of(path):
-    """What was measured at the end."""
+    """Values of the last reading."""
     found = read(path)[-1].values
     return {tag: value for tag, value in found.items() if not tag.startswith("geomon/")}
 

@@ -1,4 +1,4 @@
-"""Faults do what their words say and nothing else; odds are those of closed forms and of scipy."""
+"""Faults do what their words say and nothing else; odds equal closed forms and scipy."""
 
 import copy
 import logging

@@ -1,4 +1,4 @@
-"""What the experiments read off curves and records of known shape."""
+"""Findings that experiments read off curves and records of known shape."""
 
 import itertools
 import math
@@ -132,7 +132,7 @@ def test_trends_are_alike_where_their_directions_are():
     rise, fall, both = [0.0, 0.1, 0.4], [0.0, -0.2, -0.8], [0.1, -0.3, 0.2]
     assert trend_correlations(aligned([rise, fall], [rise, fall])) == pytest.approx([1, 1])
     assert trend_correlations(aligned([rise], [[-2 * v for v in rise]])) == pytest.approx([-1])
-    # Of three seeds with one against the other two: 1, -1 and -1.
+    # Three seeds, one against the other two: 1, -1 and -1.
     against = [[-v for v in rise]]
     assert trend_correlations(aligned([rise], [rise], against)) == pytest.approx([-1 / 3])
     assert one_sign_at_end(aligned([rise, fall, rise], [both, fall, fall])) == [1, 1, 0]

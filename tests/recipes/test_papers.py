@@ -1,6 +1,6 @@
 """Figures of single papers, and the command that draws them.
 
-What a person has approved is in `approved`: after a change that is meant, run these tests with
+`approved` holds what a person has approved: after a change that is meant, run these tests with
 `APPROVE=1` and look at the pictures.
 """
 

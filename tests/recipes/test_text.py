@@ -1,4 +1,4 @@
-"""Which text the recipes train on: files, the download, what Python carries, and its forms."""
+"""Texts that recipes train on: files, the download, Python's own text, and their forms."""
 
 import bz2
 import gzip
@@ -116,7 +116,7 @@ def test_enwik8_is_known_by_its_hash(tmp_path, monkeypatch):
 
 @pytest.fixture
 def answers(monkeypatch):
-    """What the server gives, one after another: a file, or an error."""
+    """Answers of the server, one after another: a file, or an error."""
     given = []
 
     def download(url, file, pooch):

@@ -1,4 +1,4 @@
-"""Unseen faults do what their words say; totals and smallest half widths are those of runs."""
+"""Unseen faults do what their words say; totals and half widths are computed from runs."""
 
 import copy
 import functools
@@ -106,7 +106,7 @@ def test_a_fault_changes_the_training_and_at_once_only_the_block_that_it_is_put_
 
 
 def outputs_of(module, task, inputs):
-    """What a module gets and returns in a pass."""
+    """Return the input and output of a module in a pass."""
     found = []
     handle = module.register_forward_hook(lambda m, args, out: found.append((args, out)))
     with torch.no_grad():

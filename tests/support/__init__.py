@@ -1,1 +1,1 @@
-"""What the tests share: models, references, runs and processes. README.md says which to use."""
+"""Models, references, runs and processes that tests share; README.md says which to use."""

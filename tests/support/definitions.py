@@ -1,4 +1,4 @@
-"""What kernels and metrics mean, in numpy and float64, as it is written in a book.
+"""Kernels and metrics in numpy and float64, as textbooks define them.
 
 Nothing of geomon is imported here: this is the reference that it is held against.
 """
@@ -22,7 +22,7 @@ def centred(x):
 
 
 def squares(x):
-    """Of the distance of each row from the mean."""
+    """Square the distance of each row from the mean."""
     return np.square(centred(x)).sum(axis=1)
 
 
@@ -77,7 +77,7 @@ def massive_share(x):
 
 
 def distances(x):
-    """Of each row to all others, ascending."""
+    """Sort the distances of each row to all others, ascending."""
     apart = cdist(x, x)
     np.fill_diagonal(apart, -1)
     return np.sort(apart, axis=1)[:, 1:]
@@ -132,7 +132,7 @@ def fitted_types(x, ids):
 
 
 def of_updates(before, x):
-    """Of rows and the same rows one layer before."""
+    """Compute the metrics of a layer's update, from its rows and the same rows one layer before."""
     update = x - before
     norm = norms(before) * norms(update)
     products = (before * update).sum(axis=1)[norm > 0]
@@ -141,7 +141,7 @@ def of_updates(before, x):
 
 
 def of_rows(views):
-    """Of hidden states and token ids."""
+    """Compute the metrics of hidden states and token ids."""
     x, ids = views["hidden"], views["token_ids"]
     total, square = squares(x).mean(), np.square(x).sum(axis=1).mean()
     within, mean = within_variance(x, ids), np.square(x.mean(axis=0)).sum()
@@ -164,7 +164,7 @@ def of_rows(views):
 
 
 def of_neighbours(x):
-    """Of the distances between rows that differ; local ones of each row and the 64 nearest."""
+    """Compute the metrics of distances between distinct rows; local ones use a row's 64 nearest."""
     x = np.unique(x, axis=0)
     near = distances(x)
     parts = [centred(x[np.argsort(norms(x - row), kind="stable")[1:65]]) for row in x]
@@ -178,7 +178,7 @@ def of_neighbours(x):
 
 
 def of_heads(query, key):
-    """Of queries and keys as projected, [rows, heads, width], by head."""
+    """Compute the metrics of projected queries and keys, [rows, heads, width], by head."""
     q, k = query.mean(axis=0), key.mean(axis=0)
     facing = k.repeat(len(q) // len(k), axis=0)
     dots = (q * facing).sum(axis=1)
@@ -194,7 +194,7 @@ def of_heads(query, key):
 
 
 def of_attention(views):
-    """Of queries and keys as attended, by head; a row is a query that sees a key."""
+    """Compute the metrics of attention by head, over the queries that see a key."""
     query, key = views["query"], views["key"]
     key = key.repeat(query.shape[1] // key.shape[1], axis=1)
     products = query @ key.swapaxes(2, 3)

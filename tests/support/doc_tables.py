@@ -1,4 +1,4 @@
-"""Lists of docs, made of what is declared; `python tests/support/doc_tables.py` writes them."""
+"""Lists in the docs, made from declarations; `python tests/support/doc_tables.py` writes them."""
 
 import re
 from pathlib import Path
@@ -53,7 +53,7 @@ def of_views() -> list[str]:
     return "\n\n".join(map("\n".join, sections.values())).splitlines()
 
 
-# Where a page says more of an option.
+# Page that says more of an option.
 MORE = {
     "metrics": "metrics.md",
     "tokens": "metrics.md#which-rows",

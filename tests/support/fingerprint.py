@@ -1,4 +1,4 @@
-"""What a model and its process look like from outside: whatever geomon must leave as it was."""
+"""A model and its process as seen from outside: everything that geomon must leave unchanged."""
 
 import random
 import sys
@@ -45,7 +45,7 @@ def is_watched() -> bool:
 
 
 def _cores_of_a_new_thread() -> int:
-    """What torch gives to threads that start from now on, such as those of a loader."""
+    """Count the cores that torch gives to a new thread, such as a data loader's."""
     asked: list[int] = []
     thread = threading.Thread(target=lambda: asked.append(torch.get_num_threads()))
     thread.start()
@@ -54,7 +54,7 @@ def _cores_of_a_new_thread() -> int:
 
 
 def random_state() -> tuple[object, ...]:
-    """Of the generators that everybody shares: torch's, numpy's and Python's."""
+    """Return the states of the shared generators: torch's, numpy's and Python's."""
     _, key, *place = np.random.get_state()
     return torch.get_rng_state().numpy().tobytes(), key.tobytes(), *place, random.getstate()
 

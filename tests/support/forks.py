@@ -162,7 +162,7 @@ def _serve(channel: socket.socket) -> tuple[socket.socket, int, int]:
 
 
 def _wait_for_all() -> None:
-    """Wait for the forks, whose processor time is then counted as that of the suite."""
+    """Wait for the forks, so that their processor time counts towards the suite."""
     with contextlib.suppress(ChildProcessError):
         while True:
             os.wait()

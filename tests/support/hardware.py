@@ -21,7 +21,7 @@ from geomon.capture import private
 DEVICE = torch.device("meta")
 aten = torch.ops.aten
 
-# What gives the host a number, or a shape that depends on numbers.
+# Operators that give the host a number, or a shape that depends on numbers.
 _WAITS = {
     aten._local_scalar_dense, aten.nonzero, aten._unique2, aten.unique_dim, aten.masked_select,
     aten.unique_consecutive, aten.equal, aten.bincount,
@@ -58,7 +58,7 @@ class ShortProducts(Hardware):
     A processor with matrix units does so after `torch.set_float32_matmul_precision("medium")`.
 
     Args:
-        dtype: What factors are rounded to; None for no rounding.
+        dtype: Precision that factors are rounded to; None for no rounding.
     """
 
     def __init__(self, dtype: torch.dtype | None = torch.bfloat16) -> None:
@@ -125,7 +125,7 @@ class OnDevice(torch.Tensor):
         super().__setitem__(self._lists_put(index), value)
 
     def _lists_put(self, index: Any) -> Any:
-        """An index whose lists of places are on the device, where torch would put them."""
+        """Put the lists of places in an index on the device, as torch does."""
         if isinstance(index, tuple):
             return tuple(map(self._lists_put, index))
         return OnDevice(torch.tensor(index)) if isinstance(index, list) else index
@@ -217,7 +217,7 @@ class Accelerator(Hardware):
 
 
 def _require_one_device(func: Any, given: list[torch.Tensor]) -> None:
-    """Raise as torch does where tensors of two devices meet: only numbers may be of the host."""
+    """Raise as torch does for tensors of two devices: only numbers may be the host's."""
     elementwise = torch.Tag.pointwise in func.tags
     for tensor in given:
         if not isinstance(tensor, OnDevice) and (tensor.ndim > 0 or not elementwise):

@@ -1,4 +1,4 @@
-"""What happens to the folder of a record, told as a list of events, and what is read of it.
+"""Events in the folder of a record, and what readers should find there afterwards.
 
 A history is a row of a table. After each event, who reads the folder and who has followed its file
 from the start see the same.
@@ -45,7 +45,7 @@ class Folder:
 
     Attributes:
         starts: Number of starts so far: the value of the readings that each writes.
-        earlier: What the last start was told of the run.
+        earlier: Readings that the last start was given as those before it.
         failed: Number of lines that could not be written at once.
     """
 
@@ -104,7 +104,7 @@ def close(folder):
 
 
 def tear(text):
-    """What is there ends in the middle of a line, as after a kill."""
+    """Cut the file in the middle of a line, as a kill does."""
 
     def event(folder):
         folder.record.close()

@@ -13,7 +13,7 @@ from support.wandb_file import Run
 
 
 class Shown(NamedTuple):
-    """What a logger has: values with their steps, alerts and their number too, and pictures."""
+    """Values with their steps, alerts, their number, and pictures that a logger has."""
 
     rows: list[tuple[int, dict[str, float]]]
     alerts: list[tuple[int, str]]
@@ -28,8 +28,8 @@ def shown_of(rows, alerts, pictures) -> Shown:
     return Shown(others, alerts, pictures, counts)
 
 
-# Of a folder for files, a MonkeyPatch and options: the sink, and a function that tells what it has
-# shown.
+# Takes a folder for files, a MonkeyPatch and options; returns the sink, and a function that tells
+# what it has shown.
 Make = Callable[..., tuple[Sink, Callable[[], Shown]]]
 
 

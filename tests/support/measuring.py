@@ -1,6 +1,6 @@
 """Calls that measure a snapshot, watch a model or train it, for tests and benchmarks of metrics.
 
-What tests of metrics need of modules inside geomon is imported from here.
+Tests of metrics import names of geomon's inner modules from here.
 """
 
 # ruff: noqa: F401
@@ -48,7 +48,7 @@ class Seen(NamedTuple):
 
 
 def seen(evaluation: Evaluation) -> Seen:
-    """What an evaluation holds."""
+    """Unpack an evaluation."""
     return Seen(tagged(evaluation.stacks), [note.words() for note in evaluation.notes])
 
 
@@ -92,7 +92,7 @@ def train(
 
 
 def watching(model: nn.Module, **options: Any) -> tuple[Monitor, Memory]:
-    """A monitor that reads one metric on few rows at every step, and where its readings go."""
+    """Build a monitor that reads one metric on few rows at every step, and its sink."""
     memory = Memory()
     few = {
         "metrics": select("variance"), "tokens": 64, "splits": 1, "schedule": every(1),

@@ -1,6 +1,6 @@
 """Small models that tests share: one from transformers by each route, and plain torch ones.
 
-transformers is imported where it is asked for: a process with a plain model starts sooner.
+transformers is imported only when a model needs it: a process with a plain model starts sooner.
 """
 
 import copy
@@ -98,11 +98,11 @@ class PlainDecoder(nn.Module):
     """A decoder of plain blocks, whose parts may be others.
 
     Args:
-        width: Of the hidden states.
+        width: Width of the hidden states.
         layers: Number of blocks.
-        heads: Of each attention.
+        heads: Number of attention heads.
         length: Largest number of tokens.
-        dropout: Of blocks.
+        dropout: Dropout rate of the blocks.
         block: Makes each of the blocks.
         embed: From the model and its ids to what enters the first block.
         run: From the model and these hidden states to what enters the head.

@@ -10,7 +10,7 @@ from geomon.capture.guard import Guard
 
 @contextmanager
 def no_own_errors() -> Iterator[list[str]]:
-    """Fail where there was one, unless it was planted: who does that takes it out of the list."""
+    """Fail if there was one; a test that plants an error removes it from the list."""
     found, keep = list[str](), Guard.keep
 
     def kept(guard: Guard, error: Exception) -> None:

@@ -67,7 +67,7 @@ STEPS = (0, 16, 128, 1500)
 
 
 def more_values(progress: float) -> dict[str, float]:
-    """What the synthetic runs of other tests lack."""
+    """Add the values that the synthetic runs of other tests lack."""
     found = {"attention_entropy/null": 3.1, "qk_cosine/null_magnitude": 0.3}
     found |= {"twonn/null": 4.0, "gride/null": 3.0}
     found["training/loss"] = 5 - 3 * progress

@@ -14,7 +14,7 @@ from geomon.record.headline import HEADLINE, Charts, Detail
 
 
 def charts_of(record: Readings, detail: Detail = HEADLINE) -> Charts:
-    """Charts that know the texts of a record, as those of its run's sinks do."""
+    """Build charts that know the texts of a record, as the sinks of its run do."""
     charts = Charts(detail)
     charts.describe(record.runs[-1])
     return charts
@@ -56,7 +56,7 @@ TEXTS: dict[str, dict[str, Any]] = {
 
 
 def stacks_of(values: Mapping[str, float]) -> Stacks:
-    """Build the columns of values by tag; those of the run as a whole are left out."""
+    """Build columns from values by tag; values of the whole run are left out."""
     split = {tag: tag.split("/", 2) for tag in values if tag.split("/")[0] not in tags.OF_RUN}
     found = {tag: _PLACE.fullmatch(names[1]) for tag, names in split.items()}
     stacks: Stacks = {place["stack"] or "": {} for place in found.values() if place}

@@ -29,7 +29,7 @@ Place = tuple[str, int]  # stack and depth; depth 0 is what enters the first blo
 
 @dataclass
 class Reference:
-    """What one forward pass of a model holds, by stack and depth."""
+    """Tensors of one forward pass of a model, by stack and depth."""
 
     hidden: dict[Place, Tensor] = field(default_factory=dict)  # of the blocks, by hooks
     query: dict[Place, Tensor] = field(default_factory=dict)  # [..., heads, head width]
@@ -39,7 +39,7 @@ class Reference:
 
 @torch.no_grad()
 def refer(specimen: Specimen, implementation: str, *, padded: bool = True) -> Reference:
-    """What the specimen computes; attention probabilities of its eager twin."""
+    """Run a specimen under plain hooks; its eager twin gives the attention probabilities."""
     model = built(specimen, implementation)
     inputs = inputs_of(specimen, padded=padded)
     reference = Reference()
@@ -84,7 +84,7 @@ Made = Callable[[nn.Module, list[Any], Any], Mapping[str, Tensor]]
 
 
 def _projections(block: nn.Module, stack: Stack) -> dict[str, Made]:
-    """What queries and keys of a block are made of, by the path of the module that makes them."""
+    """List the modules of a block that make queries and keys, by path, with how to read them."""
     if stack.holder:
         return {stack.holder: _by_weights}
     if not stack.query:
@@ -197,7 +197,7 @@ def _record(
 
 
 def _asks_for_attention(specimen: Specimen) -> dict[str, bool]:
-    """What makes a transformers model return its attention."""
+    """Arguments that make a transformers model return its attention."""
     names = [stack.attention or "in none" for stack in specimen.stacks.values()]
     return {} if all(name.startswith("in ") for name in names) else {"output_attentions": True}
 
@@ -238,7 +238,7 @@ def _hooks() -> Iterator[Callable[[Any], None]]:
 
 
 class Seen(NamedTuple):
-    """Which rows of the model's own tensors a layer holds; None for what was not kept."""
+    """Rows of the model's own tensors that a layer holds; None for tensors that were not kept."""
 
     rows: Tensor | None = None  # of the hidden states, flattened to [tokens, width]
     query_rows: Tensor | None = None  # of the output of the projections, flattened
@@ -262,7 +262,7 @@ def watch(model: nn.Module, inputs: Mapping[str, Any], rows: int = 100_000) -> t
 
 
 def check_same(found: Snapshot, expected: Snapshot) -> None:
-    """Hold all views of a snapshot, wherever they are, against those of another."""
+    """Compare all views of two snapshots, on whichever device they are."""
     for layer, other in zip(found.layers, expected.layers, strict=True):
         assert layer.missing == other.missing
         assert layer.captured.keys() == other.captured.keys()
@@ -275,19 +275,19 @@ def check_same(found: Snapshot, expected: Snapshot) -> None:
 
 
 def routes_of(window: Window, stacks: Iterable[str]) -> set[str]:
-    """Where the window saw attention of any of the stacks."""
+    """List the routes by which the window saw the attention of the stacks."""
     found = [window.routes(name, label) for name in stacks for label in ("", "cross")]
     return set().union(*found) or {"none"}
 
 
 def notes_of(window: Window) -> set[str]:
-    """What the snapshot notes, other than how much is padding."""
+    """List the notes of the snapshot, except the share of padding."""
     texts = {note.text for note in window.snapshot().info.notes}
     return {text for text in texts if "padding, " not in text}
 
 
 def sampled(window: Window, stack: str, index: int) -> Seen:
-    """Which rows a layer of the snapshot holds, from what the window keeps to itself."""
+    """Find which rows a layer of the snapshot holds, from the window's private state."""
     for stack_pass in window._tracker.passes:
         names = {
             side_stack_name(stack_pass, label, window._tracker.passes): label
@@ -320,7 +320,7 @@ def sampled(window: Window, stack: str, index: int) -> Seen:
 
 
 def seen_layers(window: Window) -> dict[Place, Seen]:
-    """What a window saw, by stack and depth."""
+    """Collect the layers that a window saw, by stack and depth."""
     return {
         (layer.stack, layer.index): sampled(window, layer.stack, layer.index)._replace(layer=layer)
         for layer in window.snapshot().layers
@@ -356,14 +356,14 @@ class Verdict:
     """Largest differences over the layers, and all that is not as it should be.
 
     Attributes:
-        attention: Of attention probabilities; None where none was compared.
-        projected: Of projected queries and keys.
-        hidden: Of hidden states.
-        identical: Whether the model's outputs are.
-        routes: Where attention was seen.
-        faults: What else is wrong.
+        attention: Largest difference of attention probabilities; None if none was compared.
+        projected: Largest difference of projected queries and keys.
+        hidden: Largest difference of hidden states.
+        identical: Whether the model's outputs are equal to the bit.
+        routes: Routes by which attention was seen.
+        faults: Everything else that is wrong, in words.
         missing: (stack, view) -> the reasons that geomon gives.
-        notes: What geomon notes, other than how much is padding.
+        notes: Notes of geomon, except the share of padding.
     """
 
     attention: float | None = None
@@ -385,13 +385,13 @@ def compare(
     specimen: Specimen, reference: Reference, found: Mapping[Place, Seen], verdict: Verdict, *,
     padded: bool, rows: int = 10**9,
 ) -> None:  # fmt: skip
-    """Hold what geomon captured against what the model computes; add to the verdict.
+    """Compare what geomon captured with what the model computes; add to the verdict.
 
     Args:
         specimen: The model.
-        reference: What it computes.
-        found: What was captured.
-        verdict: Of this specimen.
+        reference: Tensors that it computes.
+        found: Layers that geomon captured.
+        verdict: Verdict on this specimen.
         padded: Whether the inputs had padding.
         rows: How many rows were to be kept; by default all.
     """
@@ -471,7 +471,7 @@ class _Comparison(NamedTuple):
                 self.verdict.faults.append(f"{self.place}: token ids are not those of the rows")
 
     def check_rows(self, rows: Tensor, shape: torch.Size, valid: Tensor | None) -> None:
-        """The rows are those of real tokens, none twice, and as many as there should be."""
+        """Rows are real tokens, each once, and as many as there should be."""
         real = torch.ones(shape, dtype=torch.bool)
         if valid is not None:
             real = valid.T if self.stack.length_first or valid.shape != shape else valid
@@ -504,7 +504,7 @@ class _Comparison(NamedTuple):
                 self.verdict.worst("projected", _difference(expected[rows], captured))
 
     def stand_ins(self) -> None:
-        """Queries and keys as attended, of real tokens, where nothing projects to them."""
+        """Compare queries and keys as attended, on real tokens, if no module projects to them."""
         views, sequences, places = self.seen.layer.captured, self.seen.sequences, self.seen.places
         for which in ("query", "key"):
             if self.has(f"projected_{which}"):

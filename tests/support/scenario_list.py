@@ -53,7 +53,7 @@ def linear_attention():
 
 
 class Silent(RankGroup):
-    """The first of two ranks, of which the other does not answer."""
+    """The first of two ranks; the other one does not answer."""
 
     def __init__(self):
         super().__init__(0, 2, process_group=object())
@@ -110,7 +110,7 @@ def accumulate(number):
 
 
 def of_kind(kind):
-    """Steps of which each is a number of some kind."""
+    """Steps whose numbers are of another type."""
     events = [*(step(kind(n)) for n in range(5)), *[probe(kind(7), batch())] * 2]
     return Scenario(events, [0, 2, 4, 7], {"schedule": every(2)}, [EXTRA])
 

@@ -1,7 +1,7 @@
 """A short run that a monitor watches, told as a list of events, and what has to come of it.
 
 A scenario is a row of a table: options, events, and what sinks, record and log hold in the end.
-What holds for every run is checked for each of them.
+Facts that hold for every run are checked for each of them.
 """
 
 import math
@@ -19,7 +19,7 @@ from support.fingerprint import fingerprint, random_state
 from support.models import PlainDecoder, batch
 
 FEW = {"metrics": select("variance"), "tokens": 64, "splits": 1, "schedule": every(1)}
-# What no run may change, whatever its model becomes.
+# State of the process that no run may change, whatever its model becomes.
 OF_PROCESS = ("call", "slot", "modes", "attention", "class of tensors", "fast path", "grad")
 
 
@@ -114,7 +114,7 @@ class Watched:
 
     @property
     def finite(self):
-        """Metrics of which each reading has a value at layer 1."""
+        """List the metrics that have a value at layer 1, by reading."""
         return [
             sorted(
                 tag.partition("/")[0] for tag, x in reading.values.items()
@@ -133,14 +133,14 @@ class Scenario:
     """A row of a table.
 
     Attributes:
-        events: Steps, and functions of what is watched.
+        events: Steps, and functions that take the `Watched`.
         shown: Steps of the readings that sinks get.
         options: Options of the monitor, and of `Watched`.
-        said: What stands in each message of the log, in order; no other is said.
-        found: What else is found, by attribute of `Watched`.
-        raises: An error that ends it, and its words.
+        said: Words of each message in the log, in order; there are no others.
+        found: Expected values of other attributes of `Watched`.
+        raises: The error that ends the run, and its words.
         read: Steps of the record in the end, if they are not those that were shown.
-        elsewhere: What is said on other ranks than the first, which show and find nothing.
+        elsewhere: Messages on ranks other than the first, which show and find nothing.
     """
 
     events: Sequence[Event]

@@ -1,4 +1,4 @@
-"""What there is to know of a model in the zoo: how to build and call it, and where what is in it.
+"""A model of the zoo: how to build and call it, and the paths of its parts.
 
 Nothing of geomon is imported here: this is the reference that geomon is held against.
 """
@@ -62,7 +62,7 @@ def as_turned(part: Tensor) -> Tensor:
 
 
 def turned_behind(own: int) -> Callable[[Tensor, int], Tensor]:
-    """What is turned stands behind a part that is not."""
+    """Queries whose rotated part follows a part that is not rotated."""
 
     def queries(output: Tensor, heads: int) -> Tensor:
         parts = alone(output, heads)
@@ -119,9 +119,9 @@ class Stack:
         blocks: Path of the list of blocks in the model; "*" stands for every child in turn.
         attention: Name of the output that holds the eager model's attention probabilities; or
             "in <path>" for the module of a block that holds or returns them.
-        query: Path in the block of the module that projects to queries (or to all); None where
-            none does, and Q and K as attended are used instead of what is projected.
-        key: Path in the block of the module that projects to keys; None where `query` makes all.
+        query: Path in the block of the module that projects to queries (or to all); None if no
+            module does: then Q and K as attended are used.
+        key: Path in the block of the module that projects to keys; None if `query` makes all.
         holder: Path in the block of the module that holds the weights of queries and of keys, as
             "q" and "k", [width, heads, head width], and has no modules for them.
         shared: Path of the module that makes the latent, and the part of keys that all heads share.
@@ -133,7 +133,7 @@ class Stack:
         key_heads: Key heads.
         attending: Depths of the blocks that attend; None for all.
         length_first: Whether hidden states are [length, sequences, width].
-        windows: Whether rows are projected in another order than that of the hidden states.
+        windows: Whether the projections have their rows in another order than the hidden states.
     """
 
     blocks: str
@@ -175,19 +175,18 @@ class Specimen:
     """A model of the zoo.
 
     Attributes:
-        name: What the table calls it.
-        build: From the attention implementation to a model.
-        inputs: The keyword arguments of a call, padded where the model takes a mask.
-        stacks: By the name that geomon should give each: "" where there is one.
-        routes: From the attention implementations that the model has to where attention goes
-            through: "sdpa", "softmax" (by hand) or "none".
-        padding: From the inputs to the mask of real tokens of each stack, where it takes one.
-        own_attention: By implementation, attention probabilities from query and key as projected
-            ([sequences, length, heads, head width]) and the inputs, where the eager model computes
-            others.
+        name: Name in the table.
+        build: Takes an attention implementation and returns a model.
+        inputs: The keyword arguments of a call, padded if the model takes a mask.
+        stacks: Stacks by the name that geomon should give them; "" if there is only one.
+        routes: Route of the attention by implementation: "sdpa", "softmax" (by hand) or "none".
+        padding: Takes the inputs and returns the mask of real tokens of each stack that has one.
+        own_attention: By implementation, a function from projected query and key ([sequences,
+            length, heads, head width]) and the inputs to attention probabilities, if they differ
+            from the eager model's.
         uncovered: (stack, view) -> the reason that geomon gives for not having it.
-        notes: What geomon notes, other than how much is padding.
-        remark: For the table.
+        notes: Notes that geomon should give, except the share of padding.
+        remark: Remark in the table.
     """
 
     name: str
@@ -259,12 +258,12 @@ def mask(length: int, short: int) -> Tensor:
 
 
 def tokens() -> dict[str, Any]:
-    """Of a language model."""
+    """Make the inputs of a language model."""
     return {"input_ids": ids(), "attention_mask": mask(LENGTH, 5)}
 
 
 def both_tokens() -> dict[str, Any]:
-    """Of an encoder and a decoder."""
+    """Make the inputs of an encoder and a decoder."""
     return tokens() | {
         "decoder_input_ids": ids(10, seed=1),
         "decoder_attention_mask": mask(10, 3),
@@ -272,19 +271,19 @@ def both_tokens() -> dict[str, Any]:
 
 
 def images(size: int = 16) -> dict[str, Any]:
-    """Of a vision model."""
+    """Make the inputs of a vision model."""
     return {"pixel_values": noise(2, 3, size, size)}
 
 
 def sound() -> dict[str, Any]:
-    """Of a speech model: 400 samples, the second recording shorter."""
+    """Make the inputs of a speech model: 400 samples, the second recording shorter."""
     real = torch.ones(2, 400, dtype=torch.long)
     real[1, 250:] = 0
     return {"input_values": noise(2, 400), "attention_mask": real}
 
 
 def spectrogram() -> dict[str, Any]:
-    """Of Whisper."""
+    """Make the inputs of Whisper."""
     return {"input_features": noise(2, 8, 28), "decoder_input_ids": ids(10)[:2]}
 
 

@@ -13,7 +13,7 @@ from support.referee import check_same, rebuilt, sampled, without_fast_path
 
 HEADS = 4
 
-# Of queries, keys and values, [sequences, heads, length, width] of each.
+# Takes queries, keys and values, each [sequences, heads, length, width].
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -28,10 +28,10 @@ def look(
     model: nn.Module, *inputs: Any, rows: int = 100_000, options: Mapping[str, Any] | None = None,
     **given: Any,
 ) -> Window:  # fmt: skip
-    """What a window sees of a pass in eval mode, which it does not change.
+    """Open a window around a pass in eval mode, whose output it must not change.
 
-    `options` are those of the window; all else is given to the model. A second window, which knows
-    what the first understood, must see the same.
+    `options` go to the window, everything else to the model. A second window, which knows what the
+    first one understood, must see the same.
     """
     model.eval()
     with torch.no_grad(), without_fast_path():
@@ -50,7 +50,7 @@ def look(
 def states_of(
     model: nn.Module, *given: Any, blocks: Iterable[nn.Module] = (), **named: Any
 ) -> list[Tensor]:
-    """What enters the first block in a pass of its own, and what leaves each, as it is called."""
+    """Return the input of the first block and the output of each block, from a pass of its own."""
     blocks, kept = [*(blocks or model.blocks)], []
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:

@@ -1,6 +1,6 @@
 """A zoo of small random models: each entry of the table of architectures.
 
-What is written here is read off the models' own code by hand.
+Everything here was read off the models' own code by hand.
 """
 
 from collections.abc import Callable, Mapping

@@ -32,7 +32,7 @@ Function = Callable[[RankGroup, Path], None]
 
 
 class Program(NamedTuple):
-    """What a process does on each rank.
+    """Functions that a process calls on each rank.
 
     Attributes:
         functions: Functions of modules, which are called one after another.

@@ -13,7 +13,7 @@ import pytest
 from geomon.distributed import RankGroup, RanksLostError, join_ranks
 from support.ranks.launch import write_down
 from support.ranks.one_process import Decoder, monitor_of, ragged, steps
-from support.ranks.runs import Heard
+from support.ranks.whole_runs import Heard
 from support.scenarios import Scenario, Watched, check
 
 

@@ -56,7 +56,7 @@ def places(ranks: RankGroup, folder: Path) -> None:
 
 
 def slices(ranks: RankGroup, folder: Path) -> None:
-    """Rows of a DTensor are found where they are, also where not all ranks have as many."""
+    """Each rank finds its own rows of a DTensor, even if ranks have different numbers of rows."""
     mesh = init_device_mesh("cpu", (ranks.size,))
     hidden = torch.arange(60.0).view(6, 10, 1).expand(6, 10, 8).contiguous()
     rows = torch.tensor([3, 9, 10, 31, 42, 59])

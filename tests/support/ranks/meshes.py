@@ -72,7 +72,7 @@ def notes(memory: Memory) -> str:
 
 
 def cells(ranks: RankGroup, folder: Path) -> None:
-    """Values of each layer and head are those of one process; training is as without."""
+    """Values of each layer and head equal one process's; the training is not changed."""
     for spec, family, dropout in CELLS:
         found = run_cell(spec, family, dropout, FEW)
         if found is not None:
@@ -83,7 +83,7 @@ def cells(ranks: RankGroup, folder: Path) -> None:
 
 
 class Chosen(nn.Module):
-    """Attention whose key heads are on every rank: each takes those of its query heads."""
+    """Attention with all key heads on every rank: it uses those that its query heads need."""
 
     def __init__(self, of: nn.Module, rank: int, size: int) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def other_attentions(ranks: RankGroup, folder: Path) -> None:
 
 
 def page(ranks: RankGroup, folder: Path) -> None:
-    """What the page on many ranks says to write is run, with a loss that stays shared out."""
+    """The code of the page on many ranks runs, with a loss that stays sharded."""
     loop, of_pipeline, _, of_transformers = re.findall(r"```py\n(.*?)```", PAGE, flags=re.DOTALL)
     ids = batch_of(0, 0)
     names: dict[str, Any] = {"batches": [(ids, ids)] * 2}
@@ -260,7 +260,7 @@ def _run_probe(training: Training, inputs: Tensor, schedule: Any) -> None:
 
 
 def parts(ranks: RankGroup, folder: Path) -> None:
-    """What a rank has alone is named, and so are tokens that do not belong together."""
+    """Notes name the part of a rank that reads alone, and tokens that do not belong together."""
     training = Training(TWO_STAGES, "Llama", 0.0)
     page = str(describe(training.watched))
     first, second = ranks.rank // 2, ranks.rank // 2 + 2

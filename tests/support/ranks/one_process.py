@@ -1,7 +1,7 @@
 """A small decoder on ragged batches, and the readings of one process with the rows of all ranks.
 
-Each rank has batches of its own size, length and padding. What the ranks read together is compared
-with what one process reads that holds the rows of all, put together here by hand.
+Each rank has batches of its own size, length and padding. The readings of all ranks together are
+compared with a reading of one process that holds all rows, put together here by hand.
 """
 
 import math

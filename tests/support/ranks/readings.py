@@ -51,7 +51,7 @@ def ragged_readings(ranks: RankGroup, folder: Path) -> None:
 
 
 def same_tokens(ranks: RankGroup, folder: Path) -> None:
-    """All ranks are given one batch, as those of a pipeline are: the first is read, and said."""
+    """All ranks get one batch, as in a pipeline: only the first is read, and a note says so."""
     model, (ids, mask) = Decoder(), ragged(0)
     monitor, memory = monitor_of(model, tokens=400)
     with monitor(0):
@@ -80,7 +80,7 @@ def split_batch(ranks: RankGroup, folder: Path) -> None:
             values.append(measured(memory.readings[0]))
             arrays.append(read(at).arrays(0))
     # Rows are drawn in another order: rounding, and no more; some margins are computed in float32.
-    # Of equal rows the first stands for all, and with the order the half in which it is.
+    # The first of several equal rows stands for all; the order decides in which half it is.
     split, whole = values
     margins = {tag for tag in whole if tag.endswith("/margin")}
     near = {tag for tag in margins if tag.startswith(("twonn", "gride", "local_dimension"))}

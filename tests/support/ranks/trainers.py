@@ -1,6 +1,6 @@
 """Trainings by Lightning and by the Trainer on two ranks, which initialise torch.distributed.
 
-Lightning and transformers are imported where they are needed: a machine may have one of them.
+Lightning and transformers are imported inside functions: a machine may have only one of them.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ def lightning(ranks: RankGroup, folder: Path) -> None:
 
 
 def _run_page(folder: Path) -> None:
-    """What the page on many ranks says of Lightning is run: weights that ranks share out."""
+    """Run the page on many ranks: its block on Lightning with sharded weights."""
     import lightning as L
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,

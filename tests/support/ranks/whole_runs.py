@@ -19,7 +19,7 @@ from support.scenarios import Scenario, Watched, check, step
 
 
 class Heard(logging.Handler):
-    """What geomon says on this rank."""
+    """Messages that geomon logs on this rank."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -69,7 +69,7 @@ FRAGILE = {"metrics": select("variance") | {"fragile": second_rank_fails}}
 
 
 def runs_of(rank: int, size: int) -> dict[str, Scenario]:
-    """Scenarios of this rank, most of them those of one process."""
+    """Scenarios of this rank; most are also run in one process."""
     odd, last, second = rank == 1, size - 1, every(2)
     return {name: each for name, each in SCENARIOS.items() if name not in ALONE} | {
         "a metric fails at the layers of one rank": Scenario(
