@@ -6,10 +6,10 @@ from typing import NamedTuple
 import msgspec
 
 from geomon.analysis import Alert
-from geomon.monitor.alarms import Alarms
 from geomon.monitor.jobs import ReadingJob
 from geomon.monitor.logged import LoggedValues
 from geomon.monitor.planner import Planner
+from geomon.monitor.run_alerts import RunAlerts
 from geomon.note import Note
 from geomon.record import Reading, Readings
 
@@ -30,7 +30,7 @@ class Completion:
     Args:
         planner: Knows the checks, and the readings that were left out.
         logged: Values that the training logs.
-        alarms: Finds alerts in the reading, and has the notes of earlier ones.
+        alerts: Finds alerts in the reading, and has the notes of earlier ones.
         notes: Returns the notes that hold for every reading.
 
     Attributes:
@@ -41,10 +41,10 @@ class Completion:
         self,
         planner: Planner,
         logged: LoggedValues,
-        alarms: Alarms,
+        alerts: RunAlerts,
         notes: Callable[[], list[Note]],
     ) -> None:
-        self._planner, self._logged, self._alarms, self._notes = planner, logged, alarms, notes
+        self._planner, self._logged, self._alerts, self._notes = planner, logged, alerts, notes
         self.before: Reading | None = None
         self._checks_before = 0  # checks of earlier starts
         self._last: tuple[ReadingJob | None, Completed] = None, _NOTHING
@@ -80,9 +80,9 @@ class Completion:
             gap=0 if before is None else max(before.gap, reading.step - before.step),
             checks=self._checks_before + self._planner.checks.made,
         )
-        alerts = self._alarms.find(reading)
+        alerts = self._alerts.find(reading)
         # Sinks without alerts get the notes of alerts since the last reading.
-        noted = *reading.notes, *self._alarms.noted, *(alert.note() for alert in alerts)
+        noted = *reading.notes, *self._alerts.noted, *(alert.note() for alert in alerts)
         return Completed(msgspec.structs.replace(reading, notes=noted), alerts)
 
 

@@ -114,7 +114,7 @@ class Monitor:
             functools.partial(_notes_of_run, self.passes, self._group, self._jobs.device),
         )  # fmt: skip
         self._weights = WeightLooks(
-            self.passes.blocks, self.outbox.alarms, self.warnings,
+            self.passes.blocks, self.outbox.alerts, self.warnings,
             is_alerted=self._group.rank == 0 and "unmoved_weights" in options["alerts"],
             is_measured="weight_moves" in self._jobs.evaluator.views,
         )  # fmt: skip
@@ -460,7 +460,7 @@ class Monitor:
         """Look for a loss that jumps or is not finite, on the first rank."""
         if self._group.rank == 0:
             self.warnings.attempt(
-                lambda: self.outbox.alarms.watch_losses(step, values),
+                lambda: self.outbox.alerts.watch_losses(step, values),
                 "losses are not watched",
                 once=True,
             )

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from geomon.failures import failures
-from geomon.monitor.alarms import Alarms
 from geomon.monitor.completion import Completion
 from geomon.monitor.executor import ReadingExecutor
 from geomon.monitor.hooks import Hooks
@@ -19,6 +18,7 @@ from geomon.monitor.jobs import CHECK, ReadingJob
 from geomon.monitor.logged import LoggedValues
 from geomon.monitor.options import MonitorOptions
 from geomon.monitor.planner import Account, Planner
+from geomon.monitor.run_alerts import RunAlerts
 from geomon.monitor.run_writer import RunWriter
 from geomon.monitor.sinks import SinkCalls
 from geomon.monitor.warnings import Warnings
@@ -43,7 +43,7 @@ class Outbox:
         notes: Returns the notes that hold for every reading.
 
     Attributes:
-        alarms: Finds and raises alerts.
+        alerts: Finds and raises alerts.
         latest: The last recorded reading; None before the first, and on other ranks.
         open_step: Step of a probe whose `with` is open, so that its reading waits for values.
     """
@@ -65,8 +65,8 @@ class Outbox:
             record, SinkCalls(options["sinks"], warnings, options["sink_timeout"]), warnings
         )
         self._hooks = Hooks(options, account, warnings)
-        self.alarms = Alarms(options["alerts"], self._writer, self._hooks, warnings)
-        self._completion = Completion(planner, self._logged, self.alarms, notes)
+        self.alerts = RunAlerts(options["alerts"], self._writer, self._hooks, warnings)
+        self._completion = Completion(planner, self._logged, self.alerts, notes)
         self.latest: Reading | None = None
         self.open_step: int | None = None
         self._published: int | None = None  # step of the last reading that was published
@@ -89,7 +89,7 @@ class Outbox:
 
         The number returned counts the readings of earlier starts on the branch that continues here.
         """
-        self.alarms.begin()
+        self.alerts.begin()
         self._hooks.begin()
         earlier = self._writer.begin(step, description)
         since = 0  # step from which on values can be compared with those to come
@@ -103,7 +103,7 @@ class Outbox:
                 "earlier readings raise no alerts",
                 once=True,
             )
-        self.alarms.recall_given_up(earlier.abandoned)
+        self.alerts.recall_given_up(earlier.abandoned)
         self._completion.begin(earlier)
         self._writer.sinks.describe(description | {"from_step": step})
         return len(earlier)
@@ -126,7 +126,7 @@ class Outbox:
 
     def note(self, notes: Sequence[Note]) -> None:
         """Put notes that were already logged into the next reading."""
-        self.alarms.noted += notes
+        self.alerts.noted += notes
 
     def log(self, step: int, values: Mapping[str, Any], *, watched: bool) -> None:
         """Put values into the reading of a step; `watched` says whether its window is open."""
@@ -187,10 +187,10 @@ class Outbox:
             if reading is None:
                 return
             self.latest = self._completion.before = reading
-            said, self.alarms.noted = self.alarms.noted, []
+            said, self.alerts.noted = self.alerts.noted, []
             self._writer.show(reading, said)
             for alert in alerts:
-                self.alarms.raise_alert(alert, reading.source, job.inputs)
+                self.alerts.raise_alert(alert, reading.source, job.inputs)
             for name, phase in self._hooks.follow(reading).items():
                 self._hooks.call(name, phase)
 
@@ -200,12 +200,12 @@ class Outbox:
             self._take_first()
             check = job.result()
             assert check is not None
-            alerts = self.alarms.find(check)
-            if self.alarms.asks_again:
+            alerts = self.alerts.find(check)
+            if self.alerts.asks_again:
                 self._planner.checks.ask_again()
             if alerts:
                 self._planner.owe()
-            self.alarms.raise_between(alerts, check.source, job.inputs)
+            self.alerts.raise_between(alerts, check.source, job.inputs)
 
     def _take_first(self) -> None:
         self._executor.take_first()
@@ -213,7 +213,7 @@ class Outbox:
 
     def _recall(self, reading: Reading) -> None:
         """Take a reading of an earlier start into account, without calling anything for it."""
-        self.alarms.recall(reading)
+        self.alerts.recall(reading)
         self._hooks.follow(reading)
 
 

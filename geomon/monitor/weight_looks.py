@@ -1,8 +1,8 @@
 """Looks at the weights of the watched model, for the metrics of updates and for alerts."""
 
-from geomon.monitor.alarms import Alarms
 from geomon.monitor.model_blocks import ModelBlocks
 from geomon.monitor.moves import Moves, WeightWatch
+from geomon.monitor.run_alerts import RunAlerts
 from geomon.monitor.warnings import Warnings
 
 
@@ -11,7 +11,7 @@ class WeightLooks:
 
     Args:
         blocks: The blocks of the model.
-        alarms: Raises alerts on weights that stand still.
+        alerts: Raises alerts on weights that stand still.
         warnings: Turns errors into warnings.
         is_alerted: Whether to look for weights that stand still.
         is_measured: Whether a metric reads how far weights move.
@@ -23,13 +23,13 @@ class WeightLooks:
     def __init__(
         self,
         blocks: ModelBlocks,
-        alarms: Alarms,
+        alerts: RunAlerts,
         warnings: Warnings,
         *,
         is_alerted: bool,
         is_measured: bool,
     ) -> None:
-        self._blocks, self._alarms, self._warnings = blocks, alarms, warnings
+        self._blocks, self._alerts, self._warnings = blocks, alerts, warnings
         self._is_alerted, self._is_measured = is_alerted, is_measured
         self._watch = WeightWatch(blocks.model.root)
         self.moves: Moves | None = None
@@ -47,7 +47,7 @@ class WeightLooks:
         self._warnings.attempt(lambda: self._look(step), failed, once=True)
         news = self._watch.news()
         if self._is_alerted:
-            self._alarms.watch_weights(news)
+            self._alerts.watch_weights(news)
 
     def _look(self, step: int) -> None:
         self.moves = self._watch.look(step, self._blocks.places)

@@ -14,7 +14,7 @@ from support.scenarios import OF_PROCESS
 
 # Files that a reading goes through, from its first measured layer to its line in the record.
 PARTS = files(
-    "monitor/monitor.py", "monitor/outbox.py", "monitor/completion.py", "monitor/alarms.py",
+    "monitor/monitor.py", "monitor/outbox.py", "monitor/completion.py", "monitor/run_alerts.py",
     "monitor/run_writer.py", "monitor/hooks.py", "monitor/executor.py", "monitor/jobs.py",
     "monitor/layer_queue.py", "monitor/sinks.py", "monitor/warnings.py", "record/jsonl.py",
     "metrics/at_once.py",

@@ -15,7 +15,7 @@ from geomon.note import Note
 from geomon.record import RaisedAlert, Reading
 
 
-class Alarms:
+class RunAlerts:
     """Finds and raises alerts, and keeps the notes of those that belong to no reading yet.
 
     Args:
@@ -90,4 +90,4 @@ class Alarms:
         self._hooks.call("on_alert", replace(alert, inputs=inputs))
 
 
-__all__ = ["Alarms"]
+__all__ = ["RunAlerts"]
