@@ -178,6 +178,16 @@ def test_stacks_are_described_one_after_the_other():
     ]
 
 
+def test_a_hybrid_says_how_many_of_its_blocks_attend():
+    def block(*, attends):
+        names = ("q_proj", "k_proj") if attends else ("in_proj", "out_proj")
+        return Running(len, **{name: nn.Linear(8, 8) for name in names})
+
+    blocks = [block(attends=attends) for attends in (True, False, True)]
+    rows = dict(describe(Running(len, blocks=nn.ModuleList(blocks))).rows)
+    assert rows["attention"] == "in 2 of 3 blocks, seen as it runs"
+
+
 def test_blocks_that_are_left_out_or_chosen():
     model = nn.Module()
     model.layers = two(None, "linear")
