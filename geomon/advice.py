@@ -1,4 +1,4 @@
-"""What to do about mistakes that several modules notice: packages to install, a class to import."""
+"""Advice on mistakes that several modules notice: packages to install, a class to import."""
 
 # Packages of each extra of pyproject.toml.
 PACKAGES = {

@@ -18,7 +18,7 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
         text: The sentence. If there are layers or numbers, a `str.format` template where `{where}`
             is replaced by the layers, and the name of a number by that number.
         more: Details that follow the sentence, such as advice; a template too. Defaults to "".
-        about: What tells notes of one kind apart, such as the name of a module. Defaults to "".
+        about: Subject among notes of one kind, such as the name of a module. Defaults to "".
         stack: Name of the stack of blocks; "" if the model has only one.
         layers: Indices of the layers.
         heads: (layer, head) pairs.
@@ -50,7 +50,7 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def key(self) -> str:
-        """What equal notes of several readings, ranks or batches share: the log has one line."""
+        """Stack, kind and subject, which equal notes share: the log has one line of each."""
         return ": ".join(filter(None, (self.stack, self.kind, self.about)))
 
     @property

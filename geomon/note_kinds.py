@@ -1,4 +1,4 @@
-"""Kinds of notes: what each of them means, what to do then, and which values it touches."""
+"""Kinds of notes: their meaning, advice on how to react, and the values that they touch."""
 
 from enum import StrEnum
 
@@ -14,8 +14,8 @@ class NoteKind(StrEnum):
     """Kind of a note. The sentences of a kind may change between versions, its name does not.
 
     Attributes:
-        meaning: What was found, in one sentence.
-        to_do: What to do about it.
+        meaning: The finding, in one sentence.
+        to_do: Advice on how to react.
         values: Values that are missing, or mean something else than usual.
 
     Example:

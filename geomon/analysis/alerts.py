@@ -70,7 +70,7 @@ class Alert:
         layers: Indices of the layers, those furthest beyond the limit first.
         heads: (layer, head) pairs, in the same order.
         numbers: Numbers that were found, by name.
-        advice: What to look at.
+        advice: Advice on what to look at.
         courses: The values that left their bands, first one first, over the last 32 readings or
             checks. Defaults to (), for a rule without bands.
         inputs: Positional and keyword arguments of the model's call in the forward pass, for

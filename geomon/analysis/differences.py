@@ -89,7 +89,7 @@ def compare(
     An interval covers what other sequences would change in the two readings. It does not cover what
     another seed of the training would change; for that, compare several runs of each kind. The
     intervals of layers and heads are wider, so that 5 % of metrics would have any of them outside
-    by chance. A head has no margin of its own: it gets that of its layer times the root of the
+    by chance. A head has no margin of its own: it gets its layer's margin times the root of the
     number of heads.
 
     Args:

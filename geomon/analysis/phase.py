@@ -9,8 +9,8 @@ than the scatter of the readings about lines, and by a tenth of what the whole c
 Otherwise the curve is level, if the interval of the change stays within a quarter of the largest
 value of the stretch, or its phase is unclear.
 
-A margin is that of the sampled sequences. If readings saw the same rows, their errors have much in
-common, so that the margin of their difference is that of 8 differences, each without one group of
+A margin is about the sampled sequences. If readings saw the same rows, their errors have much in
+common, so that the margin of their difference comes from 8 differences, each without one group of
 sequences (the grouped jackknife); it is .1 to .7 times as wide as for rows that differ.
 """
 

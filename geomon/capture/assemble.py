@@ -313,7 +313,7 @@ class StackBuilder:
         return captured, missing
 
     def _rows_behind(self, block_call: BlockCall | None) -> SampledRows | None:
-        """Return the rows that a block hands on, or those of the sum that the model makes of it."""
+        """Return the rows that a block hands on, or of the sum that the model makes of them."""
         if block_call is None or not self._are_sums or block_call.summed is None:
             return None if block_call is None else block_call.hidden
         return block_call.summed

@@ -83,7 +83,7 @@ class HeadViews:
 
     Args:
         stack_pass: The pass.
-        tokens: What is known of its tokens.
+        tokens: The known facts about its tokens.
         remarks: Takes remarks on the layers.
         not_run: Reason for missing views if a block did not run.
         projects: Whether queries and keys as projected are wanted.
@@ -240,7 +240,7 @@ class HeadViews:
 
     @functools.cached_property
     def _read(self) -> dict[int, dict[str, Any] | Exception]:
-        """The calls of all layers as read, by id; those of one shape have the same padding."""
+        """The calls of all layers as read, by id; calls of one shape have the same padding."""
         groups: dict[Any, list[AttentionCall | SoftmaxCall]] = defaultdict(list)
         for _, call in self._called():
             groups[call.shape].append(call)

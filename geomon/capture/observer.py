@@ -21,7 +21,7 @@ class PassObserver:
 
     Args:
         anatomy: Anatomy of the model.
-        wanted: What is wanted of the pass.
+        wanted: The views and layers that are wanted.
         tracker: Decides which calls count.
         recorder: Keeps what the calls show.
         guard: Keeps errors and counts time.

@@ -34,10 +34,10 @@ class PassRecorder:
 
     Args:
         anatomy: Anatomy of the model.
-        wanted: What is wanted of the pass.
+        wanted: The views and layers that are wanted.
         tracker: Decides which calls count.
         place: Place of this rank among those that share the weights of the blocks.
-        plans: What earlier windows understood of the blocks.
+        plans: Plans of the blocks, from earlier windows.
 
     Attributes:
         calls: The calls that are watched.

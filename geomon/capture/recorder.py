@@ -254,7 +254,7 @@ class AttentionRecorder:
         self, current: Current, index: int, precedence: Precedence,
         scores: Tensor, dim: int, products: Sequence[Product],
     ) -> None:  # fmt: skip
-        """Record a softmax if its scores are those of an attention, or say why not."""
+        """Record a softmax if its scores belong to an attention, or say why not."""
         stack_pass, block_call, _ = current
         seen, provenance = block_call.seen(index), block_call.provenance
         possible = stack_pass.possible_shapes(block_call)

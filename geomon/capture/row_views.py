@@ -50,7 +50,7 @@ class RowViews:
 
     Args:
         stack_pass: The pass.
-        tokens: What is known of its tokens.
+        tokens: The known facts about its tokens.
         remarks: Takes remarks on the layers.
         keeps_last: Whether the last token of each sequence is wanted.
         alone: Whether the stack is the only one that was watched.

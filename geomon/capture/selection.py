@@ -35,7 +35,7 @@ class SequenceSplit:
         self._is_known = place.shards == 1
 
     def part_of(self, part: Shape) -> Slice:
-        """Locate hidden states of a shape, without the width, in those of all ranks."""
+        """Locate hidden states of a shape, without the width, in the hidden states of all ranks."""
         if not self._is_known:
             self._look_at_ids(part)
         if self._along is None or part == self._tokens.shape:

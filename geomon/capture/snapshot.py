@@ -26,7 +26,7 @@ class Source:
 
     Attributes:
         shared: How ranks with the same tokens share its views: "rows" or "heads" if each may have
-            some of them; "whole" if one rank's views are those of the layer.
+            some of them; "whole" if one rank's views are the layer's.
         number: Attribute of `Part` with the index of each row, for shared rows.
         queries: View of the queries, one for each head, for shared heads.
         keys: View of the keys, one for each key head, for shared heads.

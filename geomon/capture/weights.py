@@ -84,8 +84,8 @@ class Norms(NamedTuple):
 class WeightNorms:
     """Reads the norms of the weights of all blocks when the first of them is called.
 
-    Weights that are not whole then (FSDP gathers those of each block for its call) and weights that
-    are computed are read at the block's own call.
+    Weights that are not whole then (FSDP gathers the weights of a block for its call) and weights
+    that are computed are read at the block's own call.
 
     Args:
         blocks: The blocks.

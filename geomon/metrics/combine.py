@@ -46,7 +46,7 @@ class Evaluation:
 def combine(
     measured: Sequence[LayerValues], metrics: Mapping[str, Metric], rows: int, *, explains: bool
 ) -> Evaluation:
-    """Combine the values of layers into those of a whole reading.
+    """Combine the values of layers into the values of a whole reading.
 
     Args:
         measured: Values of every layer, in order of depth.

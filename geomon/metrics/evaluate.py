@@ -252,7 +252,7 @@ class Evaluator:
             failed[name] = said(error)
 
     def combine(self, measured: Sequence[LayerValues], rows: int) -> Evaluation:
-        """Combine the values of layers into those of a whole reading.
+        """Combine the values of layers into the values of a whole reading.
 
         Args:
             measured: Values of every layer, in order of depth.
@@ -349,14 +349,14 @@ def _are_finite(parts: Parts) -> bool:
 
 
 def _append_groups(parts: Parts, without: Sequence[_Numbers], metric: Metric) -> None:
-    """Append the values of each split without each group to those of all rows."""
+    """Append the values of each split without each group to the values of all rows."""
     for part, values in _stacked(without).items():
         if part in parts and part not in metric.without_margin:
             parts[part] = np.concatenate([parts[part], values], axis=1)
 
 
 def _measure(metric: Metric, views: LayerViews) -> Any:
-    """Call a metric, unless it reads hidden states of which no row is left."""
+    """Call a metric, unless it reads hidden states and no row is left."""
     of_hidden = metric.rows == "last" or "hidden" in metric.sources
     if of_hidden and views.has("hidden") and not len(views["hidden"]):
         raise NoRowsError

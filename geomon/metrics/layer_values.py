@@ -35,7 +35,7 @@ class LayerValues:
         arrays: Arrays for figures by name, from the first split of the rows.
         fingerprint: Checksum of the tokens of the rows; "" if they are unknown.
         without_arrays: Error while copying the arrays; "" if there was none.
-        traits: What the captured views show of the layer, by name, to compare it with the others.
+        traits: Traits that the captured views show of the layer, by name, to compare layers.
     """
 
     stack: str

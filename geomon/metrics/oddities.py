@@ -72,7 +72,7 @@ def oddities(traits: Mapping[int, Traits], columns: Columns) -> list[Note]:
     """Name the layers of a stack that differ from the others, and what else is odd in a pass.
 
     Args:
-        traits: What was seen of each layer (see `traits_of`), by depth.
+        traits: Traits of each layer (see `traits_of`), by depth.
         columns: Values of the stack, by metric; none if nothing was measured.
     """
     found = [

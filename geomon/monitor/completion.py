@@ -1,4 +1,4 @@
-"""What a run adds to a measured reading: logged values, notes, its place in the run, alerts."""
+"""Complete a measured reading with logged values, notes, its place in the run, alerts."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

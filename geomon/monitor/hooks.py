@@ -18,7 +18,7 @@ class Hooks:
 
     Args:
         options: All options of the monitor, checked.
-        account: Account of the time; that of the functions is the training's.
+        account: Account of the time; time in the functions is the training's.
         warnings: Turns errors into warnings.
     """
 

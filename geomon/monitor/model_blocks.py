@@ -27,7 +27,7 @@ class ModelBlocks:
     Attributes:
         model: The argument.
         anatomy: The blocks, in their stacks.
-        plans: What is known of the blocks' operators.
+        plans: Plans of the blocks' operators.
 
     Raises:
         ValueError: If the model has no blocks.

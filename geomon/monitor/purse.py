@@ -1,4 +1,4 @@
-"""What a share of a run's time pays for: checks, and readings, spread over its steps."""
+"""Spend a share of a run's time on checks, and on readings that are spread over its steps."""
 
 import itertools
 import math
@@ -154,7 +154,7 @@ class Purse:
         self._before.append(self._account.spent - self._checks.cost)
 
     def pays(self, step: int, *, spread: bool) -> bool:
-        """Return whether to read a step; those of a schedule need not be `spread`."""
+        """Return whether to read a step; readings of a schedule need not be `spread`."""
         if not self._before or (spread and step == self.end):
             return True  # the first one, whose cost is not known, and the last one
         end = self._end(step)

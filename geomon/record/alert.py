@@ -36,7 +36,7 @@ class RaisedAlert(msgspec.Struct, frozen=True):
     Attributes:
         step: Step of the reading or check that raised it.
         time: Time at which it was raised, in seconds since the epoch.
-        source: What raised it: "inline", "probe" or "check", the source of a reading or check;
+        source: Origin: "inline", "probe" or "check", the source of a reading or check;
             "log", a value that the training logs; or "weights", the trainable weights.
         note: The finding in words and numbers; its kind is the name of the rule.
         courses: The values that left their bands, over the last 32 readings or checks of the same

@@ -42,7 +42,7 @@ def margin(values: Iterable[float], degrees: int = 7, chance: float = 0.05) -> f
 
     It is t sqrt((G - 1) / G sum (value_g - mean)^2), where t is the quantile of Student's
     distribution with G - 1 degrees of freedom (the grouped jackknife; Quenouille 1956, Tukey 1958).
-    The values may be those of a difference, or of any other sum, of readings that leave out the
+    The values may belong to a difference, or of any other sum, of readings that leave out the
     same groups.
 
     Args:

@@ -42,7 +42,7 @@ _KINDS: dict[bytes, msgspec.json.Decoder[Any]] = {
 
 
 class _Content:
-    """What the lines of a record say: the starts of the run, and its branches.
+    """Content of the lines of a record: the starts of the run, and its branches.
 
     Attributes:
         runs: Descriptions of the starts.

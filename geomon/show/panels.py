@@ -120,7 +120,7 @@ class Lines:
 
     @property
     def steps(self) -> list[int]:
-        """Steps that the axis has to cover: those of all lines and alerts, and further ones."""
+        """Steps that the axis has to cover: the steps of all lines and alerts, and further ones."""
         rows = itertools.chain(self.covers, *(line.x for line in self.lines))
         return [*rows, *(at for at, _ in self.alerts)]
 

@@ -23,7 +23,7 @@ def refute(call: AttentionCall, value: Tensor, output: Tensor) -> str:
     Args:
         call: The recorded call.
         value: Values, [sequences, heads (or fewer), keys, width].
-        output: What the operator returned, [sequences, heads, queries, width].
+        output: Output of the operator, [sequences, heads, queries, width].
 
     Returns:
         The reason; "" if both are alike.

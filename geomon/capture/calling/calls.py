@@ -9,7 +9,7 @@ wherever it is (the model, its blocks, parts of them, functions that blocks call
 - The outermost watched call that has compiled code in it and can be made twice is made once more
   beforehand, eagerly, on the same arguments, without gradients and with its state put back. That
   *twin* is observed. Then the training's own call runs with all patches removed, as compiled.
-- Watched calls with compiled code are those of a compiled module, of the module that runs the
+- Watched calls with compiled code are calls of a compiled module, of the module that runs the
   blocks (a stack's owner), and of a block, for blocks that nobody's call surrounds.
 - A call cannot be made twice if ranks exchange something in it (a second call would wait for ranks
   that do not look), if it would draw parameters, if its arguments cannot be copied, or, of the

@@ -74,8 +74,8 @@ class Projection:
         source: Origin of the projected tensor, and its layout, or None if unknown.
         is_input: Whether this is where tracing starts: hidden states that a block received, or the
             output of an embedding table.
-        made_at: Number of the operator that made it, among those of the block; -1 - n for the
-            n-th module that projected in its own way.
+        made_at: Number of the operator that made it, among the operators of the block; -1 - n for
+            the n-th module that projected in its own way.
 
     Attributes:
         given: The argument.
@@ -531,7 +531,7 @@ def _tokens_by_kind(first: Integers, last: Integers) -> list[Integers]:
 def _are_of_all(
     ends: Sequence[Integers], kinds: int, tokens: int, roots: Sequence[Projection]
 ) -> bool:
-    """Whether heads that pick their tokens do so among all those of one kind."""
+    """Whether heads that pick their tokens do so among all heads of one kind."""
     used = {int(root) for end in ends for root in end[0] if root >= 0}
     return kinds == 1 and all(roots[root].rows == tokens for root in used)
 

@@ -90,7 +90,7 @@ class Op(NamedTuple):
         kind: Its kind.
         args: Arguments by position.
         kwargs: Arguments by name.
-        out: What it returned.
+        out: The value that it returned.
         starts: By id of a tensor that is a part of a sharded one, its first index by dimension.
     """
 

@@ -53,8 +53,8 @@ class Step(NamedTuple):
         func: The operator.
         plain: Its plain arguments; None if they are read in each call.
         role: The kind of attention that it is (see `operators.Kind`), or "".
-        answers: What is answered about it, in the order of the questions.
-        keeps: What to keep of it, by number.
+        answers: Answers about it, in the order of the questions.
+        keeps: Values to keep of it, by number.
         shows: Outputs of heads that it projects.
     """
 
@@ -77,7 +77,7 @@ class Plan:
 
     Attributes:
         steps: The operators, up to the last one at which anything is to be done.
-        events: What to keep of the modules that project in their own way, by their number.
+        events: Values to keep of the modules that project in their own way, by their number.
         goes_on: Whether attention or a choice was seen after the steps.
     """
 

@@ -50,7 +50,7 @@ class Product(NamedTuple):
         left: The left factor, [..., rows, width]: queries, if the product becomes scores.
         right: The right factor, [..., width, columns]: keys, if the product becomes scores.
         factor: Number by which both factors were multiplied beforehand, if equal.
-        made_at: Number of the operator that made it, among those of the block.
+        made_at: Number of the operator that made it, among the operators of the block.
         position: Position of the left factor among its arguments.
     """
 
@@ -324,7 +324,7 @@ class Provenance:
 
 
 def _multiplied(op: Op, known: Sequence[_Tags | None], number: int) -> _Tags:
-    """Return the tags of a matrix product, given those of its arguments.
+    """Return the tags of a matrix product, given the tags of its arguments.
 
     A product with weights is not a query-key one.
     """

@@ -199,7 +199,7 @@ def _traced_lines(
 
 
 def _are_in_order(lines: Sequence[Integers], dims: Sequence[int], first: int) -> bool:
-    """Whether numbers along each dimension count `dims` alone, the last of which is fastest."""
+    """Whether numbers along each dimension count `dims` alone, the last one fastest."""
     step, steps = 1, dict[int, int]()
     for dim in reversed(dims):
         steps[dim], step = step, step * len(lines[dim])

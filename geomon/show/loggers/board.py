@@ -132,7 +132,7 @@ class TensorBoard(BoardPages):
 
 
 class _EventFiles(Page):
-    """Sink that opens the event files of a run when it begins, apart from those of earlier runs.
+    """Sink that opens the event files of a run when it begins, apart from earlier runs.
 
     TensorBoard joins all files of a folder to one run.
     """
@@ -229,7 +229,7 @@ def _bullets(sentences: Iterable[str]) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows, the first of which is the head, as a Markdown table."""
+    """Format rows, the first one as the head, as a Markdown table."""
     lines = [f"| {' | '.join(map(_escape, row))} |\n" for row in rows]
     return "".join([*lines[:1], f"|{'---|' * len(rows[0])}\n", *lines[1:]])
 
