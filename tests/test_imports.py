@@ -42,11 +42,6 @@ INNER = {
             "tokens",
         },
     },
-    "monitor": {
-        "planning": set(),
-        "measuring": {"planning"},
-        "writing": set(),
-    },
     "show": {
         "figures": {"collect", "colours", "panels"},
         "loggers": {"charts", "collect", "figures", "panels", "settings", "tables"},
@@ -107,6 +102,8 @@ def label(path: Path) -> str:
 
 def test_every_folder_is_on_the_plan():
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == ARROWS.keys()
+    inner = {path.parent.relative_to(PACKAGE) for path in PACKAGE.glob("*/*/__init__.py")}
+    assert inner == {Path(own) / name for own, parts in INNER.items() for name in parts}
 
 
 @pytest.mark.parametrize("path", FILES, ids=label)
