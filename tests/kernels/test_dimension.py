@@ -109,3 +109,8 @@ def test_ties_count_as_ratios_of_one():
 def test_neighbourhoods_whose_ratios_are_rounded_to_1_have_no_finite_dimension():
     barely = torch.tensor([1.0, 1 + 1e-7]).expand(1, 5, 2)
     assert [twonn_of_each(barely, rounding=r).isinf().item() for r in (1e-6, 0)] == [True, False]
+
+
+def test_the_smallest_fifth_of_five_ratios_is_one_ratio_and_enough():
+    distances = torch.tensor([[1.0, mu] for mu in (3.0, 2.0, 6.0, 4.0, 5.0)], dtype=torch.float64)
+    assert float(twonn(distances).discard_80) == pytest.approx(-math.log(1 - 1 / 5) / math.log(2))

@@ -17,6 +17,8 @@ from rich.text import Text
 from geomon.cli import make_app
 from geomon.record import FILE_NAME, Record
 from geomon.show import view
+from geomon.show.panels import Lines
+from geomon.show.terminal.charts import title_of
 from support.pages import Terminal, alerted, invoke, write
 from support.readings import raised_of, reading_of
 
@@ -71,6 +73,12 @@ def append(path, text):
 @pytest.fixture
 def screens(monkeypatch):
     return Screens(monkeypatch)
+
+
+def test_a_title_is_fit_for_a_terminal():
+    text = title_of(Lines("size\x1b[2J of the norm", []))
+    assert text.plain.split("  ")[0].isprintable()
+    assert "not measured" in text.plain
 
 
 def test_a_chart_is_left_out_where_the_overview_fills_the_screen(make_readings, tmp_path, screens):

@@ -1,6 +1,7 @@
 """The sweep against live runs: equal values, going on, what fails, what is kept of it."""
 
 import contextlib
+import inspect
 import json
 import logging
 import math
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from geomon import Checkpoint, Memory, Monitor, every, read, scan, select
 from geomon.lightning import GeometryMonitor
+from geomon.monitor.options import MonitorOptions, declared
 from geomon.sweep import hub_checkpoints, lightning_checkpoints, trainer_checkpoints
 from support.models import batch, transformer
 
@@ -382,3 +384,12 @@ def test_warnings_of_the_same_kind_come_once_and_nothing_stays(run, tmp_path, ca
 def test_sizes_are_whole_numbers(run, tmp_path, name):
     with pytest.raises(ValueError, match=f"{name} must be a whole number"):
         scan_run(run, tmp_path, **{name: 0})
+
+
+def test_a_scan_measures_as_a_monitor_does_by_default():
+    of_scan = inspect.signature(scan).parameters
+    options = declared(MonitorOptions)
+    shared = of_scan.keys() & options.keys() - {"directory", "device"}
+    assert shared == {"metrics", "tokens", "splits", "queries", "seed", "blocks", "sinks"}
+    for name in shared:
+        assert of_scan[name].default == options[name].default
