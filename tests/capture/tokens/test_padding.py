@@ -13,7 +13,7 @@ from geomon.capture import Window
 from support.models import Running, batch
 from support.referee import sampled
 from support.specimens import built
-from support.watched import blocks_of, look, notes, scores_of
+from support.watched import Block, blocks_of, look, notes, scores_of
 from support.zoo import ZOO
 
 
@@ -88,6 +88,27 @@ def test_masks_say_where_tokens_are_in_several_ways(name, mask, real, known):
     assert kept(seen) == places(real)
     assert seen.padding("") == (name if known else None)
     assert not any("may be counted" in text for text in notes(seen))  # its meaning is known
+
+
+class MaskedBlock(Block):
+    """Takes a mask that the model made, and does without it."""
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+
+def test_a_mask_that_only_the_blocks_are_given_is_read():
+    def run(m, ids):
+        states = m.tokens(ids)
+        for block in m.blocks:
+            states = block(states, attention_mask=RIGHT)
+        return states
+
+    torch.manual_seed(0)
+    causal = [MaskedBlock(lambda q, k, v: fused(q, k, v, None), 32) for _ in range(2)]
+    seen = look(Running(run, tokens=nn.Embedding(50, 32), blocks=nn.ModuleList(causal)), IDS)
+    assert kept(seen) == places(RIGHT)
+    assert seen.padding("") == "attention_mask"
 
 
 def test_a_mask_of_as_many_sequences_as_tokens_is_turned_with_the_hidden_states():
