@@ -101,3 +101,13 @@ def test_a_mask_that_does_not_fit_is_refused(mask, words):
     sampler, given = RowSampler(100, 0), {"query": query, "key": query, "attn_mask": mask}
     with pytest.raises(NotUnderstoodError, match=words):
         read_call(record_call(sampler, read_sdpa(given)), None)
+
+
+@pytest.mark.parametrize("documents", [[0, 1], [0, 0], [0, 0, 1, 1, 1, 2], [5]])
+def test_a_rule_says_which_tokens_do_not_see_the_token_before_them(documents):
+    place = torch.tensor(documents)
+    rule = FlexRule(
+        len(documents), place.device, lambda b, h, q, k: (place[q] == place[k]) & (k <= q), 1
+    )
+    starts = [n == 0 or documents[n] != documents[n - 1] for n in range(len(documents))]
+    assert rule.begins(len(documents)).tolist() == starts
