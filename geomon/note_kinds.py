@@ -3,11 +3,11 @@
 from enum import StrEnum
 
 _ATTENTION = "metrics of attention"
-_ALL = "all values of the reading"
+_ALL = "all of the reading"
 _HIDDEN = "metrics of hidden states"
 _PROJECTED = "metrics of queries and keys as projected"
 _DIMENSIONS = "`twonn` and the other intrinsic dimensions"
-_NOTHING = "Nothing, if you mean it so."
+_NOTHING = "Nothing needs to be done."
 
 
 class NoteKind(StrEnum):
@@ -46,13 +46,13 @@ class NoteKind(StrEnum):
         "rows not finite",
         "Some rows hold NaN or infinity and were left out.",
         "Look at the loss and the data type, and for the first step with it.",
-        "all values of the layers that are named",
+        "all of the layers that are named",
     )
     ROWS_BEYOND_SPLITS = (
         "rows beyond the last split",
         "`geometry` measures whole splits, and the rows after the last one were left out.",
         "Choose `tokens` so that it divides the number of rows.",
-        "values of `geometry`",
+        "`geometry`",
     )
     ROWS_THINNED = (
         "rows thinned for memory",
@@ -165,7 +165,7 @@ class NoteKind(StrEnum):
     BY_NAME_ALONE = (
         "attention by name alone",
         "A module is named attention, but neither its queries and keys nor its scores were seen.",
-        "If it is a softmax over keys, write it with torch's functions; else nothing.",
+        "Write it with torch's functions, if it is a softmax over keys.",
         _ATTENTION,
     )
     ATTENTION_NOT_CALLED = (
@@ -228,7 +228,7 @@ class NoteKind(StrEnum):
     UNUSUAL_SCALE = (
         "scale of the scores",
         "All layers scale their scores, but not by one over the root of the head's width.",
-        "Nothing, if the architecture means it so (T5 does).",
+        "Nothing needs to be done if the architecture means it so (T5 does).",
         "none",
     )
     UNIFORM = (
@@ -268,7 +268,7 @@ class NoteKind(StrEnum):
     SUMS_OUTSIDE = (
         "sums outside the blocks",
         "Blocks return branches, and the model adds their input outside of them.",
-        "Nothing: layers are the sums.",
+        "Nothing needs to be done: layers are the sums.",
         _HIDDEN,
     )
     SEVERAL_OUTPUTS = (
@@ -312,13 +312,13 @@ class NoteKind(StrEnum):
         "stack left out",
         "A stack of blocks did not run although others did.",
         _NOTHING,
-        "values of that stack",
+        "all of that stack",
     )
     BLOCKS_LEFT_OUT = (
         "blocks left out",
         "A large family of blocks is not watched.",
         "Pass `blocks=` with a regular expression that matches the names of all blocks.",
-        "values of these blocks",
+        "all of these blocks",
     )
     OTHER_BLOCKS = (
         "other blocks",
@@ -356,25 +356,25 @@ class NoteKind(StrEnum):
     EXTRA_PASS = (
         "extra pass",
         "An extra pass was made: what the model keeps outside of its modules stays changed.",
-        "Nothing, unless forward() changes a list, a counter or a generator.",
+        "Look whether forward() changes a list, a counter or a generator.",
         "none",
     )
     PARTS_OF_BATCH = (
         "parts of a batch",
         "The model gets only the parts of the batch that its forward() takes.",
-        "Nothing, or pass `probe` exactly what the model takes.",
+        "Pass `probe` exactly what the model takes, if another part matters.",
         _ALL,
     )
     ON_HOST = (
         "measured on the host",
         "Rows were measured on the CPU.",
-        "Nothing, or free memory of the device: the reason is named.",
+        "Free memory of the device, if that is the reason named.",
         "none, but a reading takes longer",
     )
     IN_THREAD = (
         "measured in a thread",
         "Rows were measured in a thread beside the training, and not in a process.",
-        "Nothing: the reason is named.",
+        "The sentence names the reason.",
         "none, but the training waits longer",
     )
     FEW_READINGS = (
@@ -483,7 +483,7 @@ class NoteKind(StrEnum):
         "not seen on some ranks",
         "Some ranks saw nothing, or less than the others, of a layer.",
         "The sentence names the rank and the reason.",
-        "values of the layers that are named: other ranks' rows count",
+        "all of the layers that are named: other ranks' rows count",
     )
     SAME_TOKENS = (
         "ranks with the same tokens",

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from geomon.analysis.bands import (
     LOSS,
-    QUIET,
+    QUIET_READINGS,
     SCATTER,
     SCATTER_READINGS,
     BandFindings,
@@ -414,7 +414,7 @@ RULES: Mapping[str, AlertRule] = {
         "look at what changed at this step: data, learning rate, the weights of that block",
         "{tag} left its band at step {since:,}{then}",
         false_alarms=3,
-        passes=QUIET,
+        passes=QUIET_READINGS,
     ),
     "scatter_growth": AlertRule(
         _scatter_growth,
@@ -423,7 +423,7 @@ RULES: Mapping[str, AlertRule] = {
         "look at the learning rate, at the gradients and at the data",
         "over {readings} readings, all watched values together",
         false_alarms=2,
-        passes=QUIET,
+        passes=QUIET_READINGS,
     ),
     "rank_collapse": AlertRule(
         _rank_collapse,

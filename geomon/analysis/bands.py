@@ -22,12 +22,12 @@ _Array = NDArray[np.float64]
 
 # Most and fewest earlier readings that make a band. Because curves bend, they are no further back
 # than the first share of the training so far; the fewest may be as far back as the second share.
-WINDOW, LEAST, SHARE, SPARSE_SHARE = 48, 8, 0.25, 0.75
+MOST_READINGS, FEWEST_READINGS, SHARE, SPARSE_SHARE = 48, 8, 0.25, 0.75
 # First step with bands, because in the first steps of a training everything changes.
 FIRST = 200
 # Every fifth reading is also compared with such readings only, because a creeping change would
 # become part of the line through the last 48 readings before it leaves the band.
-SLOW = 5
+SLOW_STRIDE = 5
 # A value has left its band if two readings in a row, on the same side, are `OUTSIDE` times as far
 # from the line as normal errors get once in three million readings. One reading is not enough,
 # because a single strange batch moves values as far as a fault does.
@@ -38,7 +38,7 @@ _LEAST_SCATTER = 0.3
 # Number of readings in a course, which shows a value before it left its band.
 COURSE = 32
 # After this many readings with all values inside, a departure is a new event.
-QUIET = 12
+QUIET_READINGS = 12
 # Number of readings over which the scatter of all values is averaged, and the largest mean of its
 # logarithm without an alert: 2.2 times the variance that the bands expect. In a training that
 # learns to copy it is 2.1 times as large in good health.
@@ -167,7 +167,7 @@ def continue_line(history: _Array, ahead: int = 1) -> Forecast:
 
 def _continue_lines(history: _Array, ahead: Sequence[int]) -> Forecast:
     """Continue each line to several readings: values and units are [ahead, curves]."""
-    values = history[-WINDOW:]
+    values = history[-MOST_READINGS:]
     known, parts = np.isfinite(values), len(ahead)
     if known.all():  # the curves share everything but their values, and all forecasts one line
         known, parts = known[:, :1], 1
@@ -186,7 +186,7 @@ def _continue_lines(history: _Array, ahead: Sequence[int]) -> Forecast:
         error = np.sqrt((residual**2).sum(axis=1) / (count - 2))
         error = error * np.sqrt(1 + 1 / count + middle**2 / square)
     unit = quantile * np.maximum(error, _ROUNDING * np.abs(expected))
-    expected, unit = (np.where(count < LEAST, np.nan, each) for each in (expected, unit))
+    expected, unit = (np.where(count < FEWEST_READINGS, np.nan, each) for each in (expected, unit))
     return Forecast(expected, unit, norm)
 
 
@@ -195,7 +195,7 @@ def _quantiles() -> tuple[_Array, _Array]:
     """Return standard errors in a unit, and `norm` of a forecast, by the number of values."""
     from scipy import special  # type: ignore[import-untyped]  # slow to load
 
-    freedom = np.maximum(np.arange(WINDOW + 1) - 2.0, 1.0)
+    freedom = np.maximum(np.arange(MOST_READINGS + 1) - 2.0, 1.0)
     quantile = special.stdtrit(freedom, 1 - _BEYOND / 2)
     with np.errstate(invalid="ignore"):
         return quantile, quantile * np.sqrt(1 - 2 / freedom)
@@ -234,7 +234,7 @@ def measure_distance(
         least: Smallest half widths of the bands, [curves] or a single one. Defaults to 0.
         largest: Largest half widths, of bands around the median. Defaults to infinity.
     """
-    if len(history) < LEAST:
+    if len(history) < FEWEST_READINGS:
         return Distance(*np.full((5, len(values)), np.nan))
     line = continue_line(history)
     # The last two readings are both compared with the line before them.
@@ -284,8 +284,8 @@ def start_of_window(steps: Sequence[int] | NDArray[np.int64], step: int) -> int:
     if step < FIRST:
         return len(steps)
     first, sparse = (bisect.bisect_left(steps, (1 - x) * step) for x in (SHARE, SPARSE_SHARE))
-    first = min(first, max(sparse, len(steps) - LEAST - 1))
-    return max(first, len(steps) - WINDOW - 1)
+    first = min(first, max(sparse, len(steps) - FEWEST_READINGS - 1))
+    return max(first, len(steps) - MOST_READINGS - 1)
 
 
 class BandFindings(NamedTuple):
@@ -324,8 +324,8 @@ class _Lane:
             self.history = np.pad(self.history, ((0, 0), (0, missing)), constant_values=np.nan)
         start = start_of_window(self.steps, step)
         distance = measure_distance(self.history[start:], values, least, largest)
-        self.steps = [*self.steps, step][-WINDOW - 1 :]
-        self.history = np.vstack([self.history, values])[-WINDOW - 1 :]
+        self.steps = [*self.steps, step][-MOST_READINGS - 1 :]
+        self.history = np.vstack([self.history, values])[-MOST_READINGS - 1 :]
         return distance
 
 
@@ -416,7 +416,7 @@ class Bands:
         values = columns.values(reading.stacks.get(self._stack, {}))
         distance = self._lane.add(reading.step, values, columns.least, columns.largest)
         expected, width, size = distance[:3]
-        if self._count % SLOW == 0:
+        if self._count % SLOW_STRIDE == 0:
             slow = self._slow_lane.add(reading.step, values, columns.least, columns.largest)
             expected, width, size = np.where(
                 slow.size > np.nan_to_num(size), slow[:3], distance[:3]
@@ -425,7 +425,7 @@ class Bands:
         self._scatters.append(scatter(distance.normed[columns.in_scatter]))
         departures = columns.departures(reading.step, values, expected, width, size)
         self._quiet = 0 if departures else self._quiet + 1
-        if self._quiet >= QUIET:
+        if self._quiet >= QUIET_READINGS:
             self._left.clear()
         for departure in departures:
             self._left.setdefault(departure.place, departure)

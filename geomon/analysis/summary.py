@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from geomon.analysis.alerts import alert_opening, first_alerts
-from geomon.analysis.bands import FIRST, LEAST
+from geomon.analysis.bands import FEWEST_READINGS, FIRST
 from geomon.analysis.curves import plain_curve, single_source
 from geomon.analysis.facts import Fact, facts_of
 from geomon.record import Reading, Readings
@@ -58,11 +58,11 @@ def bands_so_far(readings: Readings) -> str:
     # Readings of older records do not count themselves.
     looks = [(reading.count or n) + reading.checks for n, reading in enumerate(readings, 1)]
     is_banded = [
-        count > LEAST and reading.step >= FIRST
+        count > FEWEST_READINGS and reading.step >= FIRST
         for count, reading in zip(looks, readings, strict=True)
     ]
     if not any(is_banded[-1:]):
-        return f"not watched by bands yet: they need {LEAST + 1} looks and step {FIRST:,}"
+        return f"not watched by bands yet: they need {FEWEST_READINGS + 1} looks and step {FIRST:,}"
     if not readings[-1].count:  # perhaps of checkpoints, which are not watched
         return ""
     return f"not watched by bands before step {readings[is_banded.index(True)].step:,}"

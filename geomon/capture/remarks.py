@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping
 
-from geomon.capture.snapshot import group_by_layer
+from geomon.capture.snapshot import note_on_layers
 from geomon.note import Note
 from geomon.note_kinds import NoteKind
 
@@ -40,10 +40,9 @@ class LayerRemarks:
     def notes(self) -> list[Note]:
         """Turn the remarks into notes."""
         found = [
-            note
+            note_on_layers(kind, subject, why, depths, stack)
             for stack, remarks in self._depths.items()
             for (kind, subject, why), depths in remarks.items()
-            for note in group_by_layer(kind, {(subject, why): depths}, stack)
         ]
         return found + [_rows_lost(subject, x, self._stack) for subject, x in self._lost.items()]
 

@@ -265,23 +265,22 @@ def check_extra_layers(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in EXTRA_LAYERS if name in asked)
 
 
-def group_by_layer(
-    kind: NoteKind, reasons: Mapping[tuple[str, str], Iterable[int]], stack: str = ""
-) -> list[Note]:
-    """Make one note for each (subject, reason), with the layers where it applies.
+def note_on_layers(
+    kind: NoteKind, subject: str, reason: str, layers: Iterable[int], stack: str = ""
+) -> Note:
+    """Make the note that something is so at some layers, and why.
 
     Args:
-        kind: Kind of the notes.
-        reasons: Depths of the layers, by subject and reason.
+        kind: Kind of the note.
+        subject: The value, or the part of a layer, that it is about.
+        reason: The reason.
+        layers: Depths of the layers.
         stack: Name of their stack. Defaults to "".
     """
-    return [
-        Note(
-            kind, "{subject}{where}: {reason}", stack, tuple(layers),
-            numbers={"subject": subject, "reason": reason}, about=f"{subject}: {reason}",
-        )
-        for (subject, reason), layers in reasons.items()
-    ]  # fmt: skip
+    return Note(
+        kind, "{subject}{where}: {reason}", stack, tuple(layers),
+        numbers={"subject": subject, "reason": reason}, about=f"{subject}: {reason}",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 
-from geomon.capture import group_by_layer
+from geomon.capture import note_on_layers
 from geomon.metrics.metric import Metric
 from geomon.note import Note
 from geomon.note_kinds import NoteKind
@@ -72,7 +72,7 @@ def explain_not_finite(
             found = reasons[f"{metric}/{part}" if part else metric, reason]
             if place.layer is not None and place.layer not in found:
                 found.append(place.layer)
-    return group_by_layer(NoteKind.NOT_FINITE, join_metrics(reasons))
+    return notes_on_metrics(NoteKind.NOT_FINITE, reasons)
 
 
 def _is_said_elsewhere(place: Place, columns: Columns) -> bool:
@@ -87,12 +87,15 @@ def _is_said_elsewhere(place: Place, columns: Columns) -> bool:
     return whole._replace(part=tags.ROWS).find({"": columns}) < _FEWEST
 
 
-def join_metrics(reasons: Mapping[tuple[str, str], list[int]]) -> dict[tuple[str, str], list[int]]:
-    """Join metrics that lack something for the same reason at the same layers."""
+def notes_on_metrics(kind: NoteKind, reasons: Mapping[tuple[str, str], list[int]]) -> list[Note]:
+    """Make one note on all metrics that lack something for the same reason at the same layers."""
     metrics: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
     for (metric, reason), layers in reasons.items():
         metrics[reason, tuple(layers)].append(metric)
-    return {(", ".join(names), why): [*layers] for (why, layers), names in metrics.items()}
+    return [
+        note_on_layers(kind, ", ".join(names), reason, layers)
+        for (reason, layers), names in metrics.items()
+    ]
 
 
 def _reason(known: Metric | None, metric: str, part: str, value: float) -> str:
@@ -131,13 +134,12 @@ def _at_layers(
 def _few_rows(columns: Columns) -> list[Note]:
     """Make the notes on dimensions with too few rows."""
     words = f"{_FEW_ROWS}, so there is no dimension"
-    few: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    few: dict[tuple[str, str], list[int]] = {}
     for metric in ("local_dimension", "twonn", "twonn_distinct"):
         rows = _of_part(columns, metric, tags.ROWS)
-        if layers := tuple(layer for layer, count in rows.items() if count < _FEWEST):
-            few[layers].append(metric)
-    reasons = {(", ".join(names), words): at for at, names in few.items()}
-    return group_by_layer(NoteKind.EQUAL_ROWS, reasons)
+        if layers := [layer for layer, count in rows.items() if count < _FEWEST]:
+            few[metric, words] = layers
+    return notes_on_metrics(NoteKind.EQUAL_ROWS, few)
 
 
 def _mean(columns: Columns, metric: str) -> float:

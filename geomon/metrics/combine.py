@@ -12,10 +12,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from geomon.capture import group_by_layer
 from geomon.kernels.groups import GROUPS
 from geomon.metrics.arrays import join_arrays
-from geomon.metrics.cautions import cautions, explain_not_finite, join_metrics
+from geomon.metrics.cautions import cautions, explain_not_finite, notes_on_metrics
 from geomon.metrics.layer_values import LayerValues, Parts
 from geomon.metrics.metric import Metric, Sizes
 from geomon.metrics.oddities import oddities
@@ -123,7 +122,7 @@ def _lacking(layers: list[LayerValues], metrics: Mapping[str, Metric]) -> list[N
     return [
         msgspec.structs.replace(note, is_error=kind is NoteKind.FAILED)
         for kind, found in reasons.items()
-        for note in group_by_layer(kind, join_metrics(found))
+        for note in notes_on_metrics(kind, found)
     ]
 
 

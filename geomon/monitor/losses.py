@@ -9,7 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geomon.analysis import LEAST, QUIET, SLOW, WINDOW, measure_distance, start_of_window
+from geomon.analysis import (
+    FEWEST_READINGS,
+    MOST_READINGS,
+    QUIET_READINGS,
+    SLOW_STRIDE,
+    measure_distance,
+    start_of_window,
+)
 from geomon.capture import unseen
 from geomon.failures import ignored
 from geomon.monitor.host_copy import HostCopy, copy_to_host
@@ -70,13 +77,13 @@ class _Line:
 
     def add(self, step: int, mean: float) -> tuple[float, float] | None:
         """Add a mean; return expected value and half width if this one and the last are outside."""
-        found = self._compare(step, mean) if len(self._means) >= LEAST else None
-        self._steps = [*self._steps, step][-WINDOW - 1 :]
-        self._means = [*self._means, mean][-WINDOW - 1 :]
+        found = self._compare(step, mean) if len(self._means) >= FEWEST_READINGS else None
+        self._steps = [*self._steps, step][-MOST_READINGS - 1 :]
+        self._means = [*self._means, mean][-MOST_READINGS - 1 :]
         return found
 
     def _compare(self, step: int, mean: float) -> tuple[float, float] | None:
-        usual = statistics.median(self._means[-QUIET:])
+        usual = statistics.median(self._means[-QUIET_READINGS:])
         least = _LEAST * abs(usual)
         if abs(mean - usual) <= least:  # so that most steps cost nothing
             return None
@@ -97,7 +104,7 @@ class LossBand:
         self._began = self._last = -1
         self._count = 0
         self._first = math.nan  # the first mean
-        self._quiet = QUIET  # means since one was outside
+        self._quiet = QUIET_READINGS  # means since one was outside
 
     def add(self, step: int, loss: float) -> tuple[float, float, float] | None:
         """Add a finite loss; return the mean that it completes and its band, if that is left.
@@ -120,7 +127,7 @@ class LossBand:
         mean = statistics.fmean(self._group)
         self._group.clear()
         band = self._all.add(self._last, mean)
-        if self._count % SLOW == 0:
+        if self._count % SLOW_STRIDE == 0:
             band = self._slow.add(self._last, mean) or band
         self._first = self._first if self._count else mean
         self._count += 1
@@ -128,7 +135,7 @@ class LossBand:
         if band is None or (mean < band[0] and not has_learned):
             self._quiet += 1
             return None
-        is_news, self._quiet = self._quiet >= QUIET, 0
+        is_news, self._quiet = self._quiet >= QUIET_READINGS, 0
         expected, width = band
         return (mean, expected - width, expected + width) if is_news else None
 
@@ -167,7 +174,7 @@ class LossWatch:
                 jump = self._bands.setdefault(name, LossBand()).add(of, number)
                 if jump is not None:
                     found.append(Jump(of, name, *jump))
-            elif self._finite.pop(name, 0) >= (QUIET if name in self._told else 1):
+            elif self._finite.pop(name, 0) >= (QUIET_READINGS if name in self._told else 1):
                 self._told.add(name)
                 found.append(NotFinite(of, name, number))
         return found

@@ -12,8 +12,8 @@ from scipy import stats  # type: ignore[import-untyped]
 
 from geomon import Reading, read
 from geomon.analysis import (
-    LEAST,
-    SLOW,
+    FEWEST_READINGS,
+    SLOW_STRIDE,
     WATCHED,
     Distance,
     WatchedMetric,
@@ -173,10 +173,10 @@ def distances(steps: NDArray[np.int64], places: Sequence[Place], numbers: Array)
         return measure_distance(numbers[:reading:every][start:], numbers[reading], least, largest)
 
     sizes = np.full(numbers.shape, np.nan)
-    for reading in range(LEAST, len(steps)):
+    for reading in range(FEWEST_READINGS, len(steps)):
         sizes[reading] = compare(reading, 1).size
-        if reading % SLOW == 0:
-            sizes[reading] = np.fmax(sizes[reading], compare(reading, SLOW).size)
+        if reading % SLOW_STRIDE == 0:
+            sizes[reading] = np.fmax(sizes[reading], compare(reading, SLOW_STRIDE).size)
     return sizes
 
 

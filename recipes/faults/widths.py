@@ -11,7 +11,7 @@ from unittest.mock import patch
 import numpy as np
 
 from geomon import Reading, read
-from geomon.analysis import LEAST, WATCHED, Bands, continue_line, start_of_window
+from geomon.analysis import FEWEST_READINGS, WATCHED, Bands, continue_line, start_of_window
 from recipes.faults.campaign import PREFIX
 from recipes.faults.detectors import Place, numbers_of
 from recipes.faults.training import EACH_STEP
@@ -65,7 +65,7 @@ class _Stacks:
             for values in own.values():
                 values.extend([math.nan] * (len(self._steps) + 1 - len(values)))
             history = np.array([*own.values()]).T[start:]
-            if len(history) > LEAST:
+            if len(history) > FEWEST_READINGS:
                 apart = np.abs(history[-1] - continue_line(history[:-1]).expected)
                 for place, distance in zip(own, apart.tolist(), strict=True):
                     if math.isfinite(distance):

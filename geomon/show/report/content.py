@@ -121,7 +121,7 @@ def build_panels(
     Colours stand for runs, or for the lines of a panel if there is one run.
     """
     selected = {name: Readings(run.runs, single_source(run)) for name, run in runs.items()}
-    drawn = _Courses(runs, selected)
+    drawn = _RunCurves(runs, selected)
     charts: dict[str, list[Quantity]] = {}
     for each in drawn.quantities.values():
         charts.setdefault(each.chart, []).append(each)
@@ -139,7 +139,7 @@ def build_panels(
     yield "depth", "By layer and head", "", heads
 
 
-class _Courses:
+class _RunCurves:
     """Curves of all runs over training, from which panels are drawn.
 
     Args:
