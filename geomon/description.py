@@ -231,7 +231,7 @@ def _attentions_with(label: str, blocks: Iterable[Block]) -> list[Attention]:
 
 
 def _is_further(label: str) -> bool:
-    """Whether a label names an attention beside self-attention and cross-attention."""
+    """Whether a label names a further attention, neither self-attention nor cross-attention."""
     return label not in ("", CROSS)
 
 

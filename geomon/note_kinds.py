@@ -75,7 +75,7 @@ class NoteKind(StrEnum):
     NEAR_DUPLICATES = (
         "twonn and twonn_distinct disagree",
         "Near-duplicates change the dimension by half or more.",
-        "Read `twonn_distinct` beside `twonn`: the first is free of repeated tokens.",
+        "Read `twonn_distinct` too, which counts each token at each position once.",
         "`twonn`",
     )
     SCALES_DIFFER = (

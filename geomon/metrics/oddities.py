@@ -119,7 +119,7 @@ def _unusual_scale(traits: Mapping[int, Traits]) -> list[Note]:
 
 
 def _differing(values: Mapping[int, float], is_odd: Callable[[float, float], bool]) -> list[int]:
-    """Return the layers whose values are odd beside the value that most layers share."""
+    """Return the layers whose values are odd, given the value that most layers share."""
     if len(values) < _FEWEST_LAYERS:
         return []
     (common, count), *_ = Counter(values.values()).most_common(1)

@@ -208,7 +208,7 @@ def _near_search(
     hidden: Tensor, query_rows: Tensor, unique_rows: Tensor, far_rows: Tensor,
     far_search: Neighbours, near_listed: int,
 ) -> Neighbours:  # fmt: skip
-    """Search neighbours for the rows where farther neighbours are not already known."""
+    """Search the neighbours of the rows whose farther neighbours are not known yet."""
     if far_search.distances.shape[1] < min(near_listed, len(unique_rows) - 1):
         return _search(hidden, near_listed, query_rows, unique_rows)
     place, known = _find(query_rows, far_rows)

@@ -185,7 +185,7 @@ def _batches_of(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _draw(batches: Iterator[Any], group: RankGroup) -> tuple[Any, list[tuple[int, int]] | None]:
-    """Draw this rank's next batch, and count rows and sequences of each rank's; a collective.
+    """Draw this rank's next batch, and count the rows and sequences of all ranks; a collective.
 
     Ranks with the same tokens count once. There is no count if some rank has no more batches.
     Raises ValueError if a rank's loader fails.

@@ -76,7 +76,7 @@ class Passes:
 
     @property
     def what_stays_changed(self) -> Note | None:
-        """Note on a step that took an extra pass: a probe's, or one beside compiled code."""
+        """Note on a step that took an extra pass: by a probe, or in addition to compiled code."""
         return Note(NoteKind.EXTRA_PASS, _EXTRA) if extra_passes() > self._passes_before else None
 
     @property

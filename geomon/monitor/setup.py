@@ -94,7 +94,7 @@ def _checks_of(options: MonitorOptions, warnings: Warnings) -> Schedule | str | 
 
 
 def _guard_schedule(option: str, schedule: Schedule, warnings: Warnings) -> Schedule:
-    """Wrap a schedule so that steps where it raises are not due."""
+    """Wrap a schedule so that a step is not due if the schedule raises an error for it."""
 
     def guarded(step: int) -> bool:
         due: list[bool] = []

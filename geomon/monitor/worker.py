@@ -184,7 +184,7 @@ def _has_ended(running: _Running) -> bool:
 
 
 class _TensorPickler(pickle.Pickler):
-    """Pickles tensors of the host as buffers beside the pickle, with their strides."""
+    """Pickles tensors of the host as buffers out of band, with their strides."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how to pickle a tensor, or NotImplemented for the usual way."""

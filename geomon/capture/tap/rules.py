@@ -380,7 +380,7 @@ def _turned(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
 
 
 def _chosen(op: Op, out: Tensor, known: Followed) -> ElementOrigin | None:
-    """Record, for each element, which tensor `torch.where` took it from."""
+    """Record the tensor from which `torch.where` took each element."""
     if len(op.args) != 3:
         return _alike(op, out, known)
     condition, pieces = op.args[0].expand(out.shape), []

@@ -53,7 +53,7 @@ class Sequences(NamedTuple):
 def find_places(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[GivenPlaces]:
-    """Find the arguments of a call that may say where sequences begin."""
+    """Find the arguments of a call that may say at which tokens sequences begin."""
     found = []
     for name, value in named_tensors(module, args, kwargs):
         if value.is_floating_point() or value.dtype == torch.bool:

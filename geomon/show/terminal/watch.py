@@ -168,7 +168,7 @@ def _screen(
 
 
 def _lines_left(overviews: Sequence[RenderableType], console: Console) -> int:
-    """Count the lines that overviews leave for a chart, beside its title."""
+    """Count the lines that overviews leave for a chart, without its title."""
     return console.height - len(console.render_lines(Group(*overviews))) - 2
 
 
