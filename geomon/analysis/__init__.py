@@ -27,7 +27,7 @@ from geomon.analysis.curves import Curve, curve_of, measured, plain_curve, singl
 from geomon.analysis.differences import Difference, compare
 from geomon.analysis.facts import Fact, FactLog, facts_of, null_of
 from geomon.analysis.numbers import number, significant
-from geomon.analysis.phase import Phase
+from geomon.analysis.phase import Phase, find_phase
 from geomon.analysis.profile import bulge, is_far_above, layers_of, peak_depth, profile_of
 from geomon.analysis.quantities import Quantity, logged, loss_unit, quantities_of
 from geomon.analysis.summary import alert_sentences, bands_so_far, summarise
@@ -61,6 +61,7 @@ __all__ = [
     "continue_line",
     "curve_of",
     "facts_of",
+    "find_phase",
     "first_alerts",
     "heads_limit",
     "is_far_above",

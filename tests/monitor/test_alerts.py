@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from geomon import Memory, Monitor, read, select
-from geomon.analysis import Phase
-from geomon.analysis.phase import find_phase
+from geomon.analysis import Phase, find_phase
 from support.models import PlainDecoder, batch
 from support.scenarios import Scenario, check
 

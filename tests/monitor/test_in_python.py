@@ -3,7 +3,7 @@
 import pytest
 
 from geomon import Memory, Monitor, read
-from geomon.analysis.phase import find_phase
+from geomon.analysis import find_phase
 from support.models import PlainDecoder, batch
 
 
