@@ -220,7 +220,10 @@ class StackBuilder:
     def input_counts(self) -> list[int]:
         """Return the number of rows that enter the first block, if they were read."""
         rows = self._pass.input_rows
-        return [] if rows is None else [len(self._pass.without_padding(rows, self._tokens).indices)]
+        if rows is None:
+            return []
+        places, _ = self._tokens.of(rows.shape).among(rows.indices)
+        return [len(places)]
 
     def side_layers(self, label: str, stack: str) -> list[Layer]:
         """Build the cross-attention, or a further attention, of each block that has one."""

@@ -16,8 +16,9 @@ from geomon.capture.attending.seen import SeenAttention
 from geomon.capture.selection import RowSelection, SequenceSplit
 from geomon.capture.shards import WHOLE, TensorPlace
 from geomon.capture.tap import Origins, Plan, Provenance
+from geomon.capture.tokens.known_tokens import KnownTokens
 from geomon.capture.tokens.padding import Padding
-from geomon.capture.tokens.pass_tokens import KnownTokens, PassTokens
+from geomon.capture.tokens.pass_tokens import PassTokens
 from geomon.capture.tokens.sampling import MemoryLimit, RowSampler, SampledRows
 from geomon.capture.weights import Norms, said
 from geomon.note_kinds import NoteKind
@@ -204,16 +205,13 @@ class StackPass:
 
     def settle(self) -> KnownTokens:
         """Return what is known of the tokens, now that the pass is over."""
-        return self.tokens.settle(
+        attended = (
             tuple(seen.call.shape)
             for block_call in self.block_calls
             for seen in block_call.attentions.values()
             if seen.call is not None
         )
-
-    def without_padding(self, rows: SampledRows, known: KnownTokens) -> SampledRows:
-        """Remove rows of hidden states that are now known to be padding."""
-        return known.without_padding(rows, self.tokens.unfolded(rows.shape))
+        return self.tokens.settle(attended, self.is_routed)
 
     # -- which layers they make ------------------------------------------------------------------
 

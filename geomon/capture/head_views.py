@@ -28,7 +28,7 @@ from geomon.capture.snapshot import (
     sources_shared_by,
     views_of,
 )
-from geomon.capture.tokens.pass_tokens import KnownTokens
+from geomon.capture.tokens.known_tokens import KnownTokens
 from geomon.failures import failures
 from geomon.note_kinds import NoteKind
 
@@ -135,9 +135,10 @@ class HeadViews:
                 (seen.has_other_keys, NoteKind.OTHER_KEYS, _OTHER_KEYS),
                 (seen.left_out > 0, NoteKind.TOKENS_LEFT_OUT, left_out),
             ]
-            kept = [self._tokens.without_padding(rows, rows.shape) for rows in seen.projected]
-            found = [rows.values for rows in kept]
-            sequences = [self._tokens.numbers(x.indices, x.shape, x.role) for x in kept]
+            both = [(rows, self._tokens.of(rows.shape, rows.role)) for rows in seen.projected]
+            kept = [(rows.at(*tokens.among(rows.indices)), tokens) for rows, tokens in both]
+            found = [rows.values for rows, _ in kept]
+            sequences = [tokens.numbers(rows.indices) for rows, tokens in kept]
         elif "query" in captured:
             remarks = [(True, NoteKind.AS_ATTENDED, _AS_ATTENDED)]
             *found, sequences = _attended_rows(captured)
@@ -165,7 +166,7 @@ class HeadViews:
 
     def _goes_across(self, call: AttentionCall | SoftmaxCall, captured: dict[str, Any]) -> bool:
         """Whether the last queries of a packed row see keys of another sequence."""
-        packed = self._tokens.packed(self._pass.shape)
+        packed = self._tokens.of(self._pass.shape).packed
         if packed is None or "visible" not in captured:
             return False
         if (*packed.numbers.shape, captured["visible"].shape[3]) != (*call.shape, call.shape[1]):

@@ -1,11 +1,12 @@
 """Views of hidden states: finite rows without padding, and what is known of their tokens."""
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from geomon.capture.first_pass import Shape, StackPass
+from geomon.capture.first_pass import StackPass
 from geomon.capture.remarks import HIDDEN, LayerRemarks
 from geomon.capture.snapshot import (
     ADDITIONS,
@@ -16,7 +17,7 @@ from geomon.capture.snapshot import (
     sources_shared_by,
     views_of,
 )
-from geomon.capture.tokens.pass_tokens import KnownTokens, once
+from geomon.capture.tokens.known_tokens import PACKED, ROUTED, KnownTokens, ShapeTokens
 from geomon.capture.tokens.sampling import SampledRows
 from geomon.note_kinds import NoteKind
 
@@ -24,25 +25,12 @@ HIDDEN_ONLY = sources_shared_by("rows")
 # Views of rows alone, without another layer.
 OWN_ROW_VIEWS = tuple(view for view in views_of("hidden") if view not in ADDITIONS)
 
-_ROUTED = (
-    "the block received fewer tokens than other blocks (tokens may be routed past it): it is not "
-    "known which tokens of the sequence these are"
-)
 _NO_TOKENS = "no embedding outside the blocks received integers of the hidden states' shape"
 _FEWER_TOKENS = (
     "; one received fewer: some hidden states belong to no token of the text (virtual tokens of "
     "prompt tuning, for example), and they count as rows"
 )
 _LATER_STAGE = "only the first pipeline stage knows them, and its rows were not gathered"
-_PACKED = "the hidden states are [tokens, width]: the boundaries between sequences are unknown"
-_LAST_UNKNOWN = (
-    "it became known only after the pass which token is the last of its sequence: pass the model a "
-    "mask [batch, length] as attention_mask"
-)
-_ENDS_LATE = (
-    "the hidden states are [tokens, width]: only the attention that follows shows where a sequence "
-    "ends, after the rows were kept"
-)
 
 
 class RowViews:
@@ -62,7 +50,6 @@ class RowViews:
     ) -> None:  # fmt: skip
         self._pass, self._tokens, self._remarks = stack_pass, tokens, remarks
         self._keeps_last, self._alone = keeps_last, alone
-        self._answers: dict[tuple[Any, ...], Any] = {}  # shared by layers with equal rows
 
     def of(
         self, depth: int, kept: SampledRows | None, why: str
@@ -73,42 +60,28 @@ class RowViews:
             wanted = (view for view in CAPTURED if source_of(view) in HIDDEN_ONLY)
             reason = why if kept is None else inverted or ""
             return {}, dict.fromkeys(wanted, reason), Part()
-        kept = self._pass.without_padding(kept, self._tokens)
-        for kind, remark in self._tokens.remarks(kept.shape):
+        tokens = self._tokens.of(kept.shape)
+        for kind, remark in tokens.remarks:
             self._remarks.add(kind, HIDDEN, depth, remark)
-        captured, missing, rows = self._views_of(depth, kept, HIDDEN)
-        last_rows = None
+        parts: dict[str, SampledRows | str] = {"": kept.at(*tokens.among(kept.indices))}
         if self._keeps_last and "last" in sources_of(kept):
-            last = self._last_tokens(kept)
-            if isinstance(last, str):
-                missing |= {LAST + view: last for view in OWN_ROW_VIEWS}
-            else:
-                more, lacking, last_rows = self._views_of(depth, last, "last tokens")
-                captured |= {LAST + view: value for view, value in more.items()}
-                missing |= {LAST + view: why for view, why in lacking.items()}
-        part = Part(rows, last_rows, kept.start, tokens_elsewhere=self._pass.stack.before > 0)
+            parts[LAST] = tokens.last_of(kept)
+        captured, missing = dict[str, Any](), dict[str, str]()
+        orders = dict[str, Tensor | None]()
+        for prefix, rows in parts.items():
+            if isinstance(rows, str):
+                missing |= {prefix + view: rows for view in OWN_ROW_VIEWS}
+                continue
+            subject = "last tokens" if prefix else HIDDEN
+            found, lacking, orders[prefix] = self._views_of(depth, rows, tokens, subject)
+            captured |= {prefix + view: value for view, value in found.items()}
+            missing |= {prefix + view: why for view, why in lacking.items()}
+        elsewhere = self._pass.stack.before > 0
+        part = Part(orders[""], orders.get(LAST), kept.start, tokens_elsewhere=elsewhere)
         return captured, missing, part
 
-    def _last_tokens(self, kept: SampledRows) -> SampledRows | str:
-        """Return the last tokens, now that padding is known, or the reason why there are none."""
-        if self._pass.is_routed(kept.shape):
-            return _ROUTED
-        if kept.last is None:
-            return _PACKED if self._tokens.packed(kept.shape) is None else _ENDS_LATE
-        places = self._tokens.last_of(kept.shape, self._pass.tokens.max_rows)
-        among, indices = self._among(kept.last.indices, places)
-        if len(among) < len(places) and not kept.last.start:
-            return _LAST_UNKNOWN
-        return kept.last.at(among, indices)
-
-    @once
-    def _among(self, indices: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Find which of some rows are at given places, and their indices."""
-        among = torch.isin(indices, places).nonzero().squeeze(1)
-        return among, indices[among]
-
     def _views_of(
-        self, depth: int, kept: SampledRows, subject: str
+        self, depth: int, kept: SampledRows, tokens: ShapeTokens, subject: str
     ) -> tuple[dict[str, Any], dict[str, str], Tensor | None]:
         """Make the captured views of finite rows, the reasons for missing ones, and row numbers.
 
@@ -118,34 +91,28 @@ class RowViews:
         if not finite.all():
             self._remarks.lose(subject, depth, int((~finite).sum()), len(finite))
             kept = kept.at(finite.nonzero().squeeze(1))
-        captured, missing, rows = self._facts_of(kept.indices, kept.shape)
-        if "positions" in missing:
-            self._remarks.add(NoteKind.ROUTED, subject, depth, missing["positions"])
-        rest = {"hidden": kept.values, "precision": torch.finfo(self._pass.selection.dtype).eps}
-        rest |= {} if kept.additions is None else {"additions": kept.additions}
-        return rest | captured, dict(missing), rows
-
-    @once
-    def _facts_of(
-        self, indices: Tensor, shape: Shape
-    ) -> tuple[dict[str, Any], dict[str, str], Tensor | None]:
-        """Make the views of the tokens of some rows, which layers with these rows share."""
-        tokens, routed = self._tokens, self._pass.is_routed(shape)
-        ids = tokens.ids.find(shape)
+        if tokens.is_routed:
+            self._remarks.add(NoteKind.ROUTED, subject, depth, ROUTED)
+        precision = torch.finfo(self._pass.selection.dtype).eps
+        captured: dict[str, Any] = {"hidden": kept.values, "precision": precision}
+        captured |= {} if kept.additions is None else {"additions": kept.additions}
         found = {
-            "positions": None if routed else tokens.positions(indices, shape),
-            "sequences": tokens.numbers(indices, shape),
-            "token_ids": ids and ids.arrange(ids.lookup.ids).flatten().cpu()[indices],
+            "positions": (tokens.positions(kept.indices), ROUTED),
+            "sequences": (tokens.numbers(kept.indices), PACKED),
+            "token_ids": (tokens.token_ids(kept.indices), self._no_ids),
         }
+        captured |= {view: values for view, (values, _) in found.items() if values is not None}
+        missing = {view: why for view, (values, why) in found.items() if values is None}
+        return captured, missing, tokens.order(kept.indices) if self._pass.is_part else None
+
+    @functools.cached_property
+    def _no_ids(self) -> str:
+        """The reason why token ids are missing."""
+        if self._pass.stack.before:
+            return _LATER_STAGE
         # With several stacks, the integers may belong to another one.
-        fewer = ids is None and self._alone and tokens.ids.fewer_than(self._pass.shape)
-        unknown = _NO_TOKENS + _FEWER_TOKENS if fewer else _NO_TOKENS
-        no_ids = _LATER_STAGE if self._pass.stack.before else unknown
-        why = {"positions": _ROUTED, "sequences": _PACKED, "token_ids": no_ids}
-        captured = {view: value for view, value in found.items() if value is not None}
-        missing = {view: why[view] for view in found if view not in captured}
-        rows = self._pass.tokens.number(indices, shape) if self._pass.is_part else None
-        return captured, missing, rows
+        fewer = self._alone and self._tokens.ids.fewer_than(self._pass.shape)
+        return _NO_TOKENS + _FEWER_TOKENS if fewer else _NO_TOKENS
 
 
 def sources_of(kept: SampledRows | None) -> frozenset[str]:

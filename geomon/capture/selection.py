@@ -14,8 +14,10 @@ from geomon.capture.shards import (
 )
 from geomon.capture.storage import send
 from geomon.capture.tap import Stream
-from geomon.capture.tokens.pass_tokens import PassTokens, Shape
+from geomon.capture.tokens.pass_tokens import PassTokens
 from geomon.capture.tokens.sampling import Draw, MemoryLimit
+
+Shape = tuple[int, ...]
 
 
 class SequenceSplit:
@@ -107,7 +109,7 @@ class RowSelection:
             self.memory.fit_rows(rows.shape[-1])
             tokens.begin(part.shape)
             self.dtype = rows.dtype
-        indices, last = tokens.rows(tokens.unfolded(part.shape)), None
+        indices, last = tokens.rows(part.shape), None
         own, places = part.inside(indices)
         if with_last and (ends := tokens.last(part.shape)) is not None:
             own_ends, more = part.inside(ends)

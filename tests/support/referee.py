@@ -19,6 +19,8 @@ from geomon.capture import Plans, Window, find_anatomy
 from geomon.capture.assemble import side_stack_name
 from geomon.capture.first_pass import attention_key
 from geomon.capture.snapshot import CAPTURED, Layer, Snapshot, source_of
+from geomon.capture.tokens.known_tokens import KnownTokens
+from geomon.capture.tokens.sampling import SampledRows
 from support.specimens import Specimen, Stack, as_turned, built, inputs_of
 
 Place = tuple[str, int]  # stack and depth; depth 0 is what enters the first block
@@ -298,25 +300,25 @@ def sampled(window: Window, stack: str, index: int) -> Seen:
         known = stack_pass.settle()
         if index == 0:
             entered = stack_pass.input_rows
-            return Seen(entered and stack_pass.without_padding(entered, known).indices)
+            return Seen(indices_of_tokens(known, entered))
         block, block_call, _ = stack_pass.layers()[index - 1]
         attention = attention_key(block, names.get(stack, ""))
         if block_call is None or attention is None:
             return Seen()
         seen = block_call.seen(attention)
         call, hidden = seen.call, block_call.hidden
-        query, key = (
-            known.without_padding(rows, rows.shape) if rows else None
-            for rows in seen.projected or (None, None)
-        )
+        query, key = seen.projected or (None, None)
         return Seen(
-            hidden and stack_pass.without_padding(hidden, known).indices,
-            query and query.indices,
-            key and key.indices,
+            *(indices_of_tokens(known, rows) for rows in (hidden, query, key)),
             None if call is None else call.sequences,
             None if call is None else call.places,
         )
     raise KeyError(f"there is no stack '{stack}'")
+
+
+def indices_of_tokens(known: KnownTokens, rows: SampledRows | None) -> Tensor | None:
+    """Return the flat indices of the rows that are no padding."""
+    return None if rows is None else known.of(rows.shape, rows.role).among(rows.indices)[1]
 
 
 def seen_layers(window: Window) -> dict[Place, Seen]:

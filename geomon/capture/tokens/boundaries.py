@@ -48,6 +48,10 @@ class Sequences(NamedTuple):
     places: Tensor
     source: str
 
+    def view(self, shape: tuple[int, ...]) -> "Sequences":
+        """View the tokens in another shape."""
+        return Sequences(self.numbers.reshape(shape), self.places.reshape(shape), self.source)
+
 
 @torch.no_grad()
 def find_places(

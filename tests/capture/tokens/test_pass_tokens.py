@@ -1,12 +1,12 @@
-"""The last token of each sequence: which row it is, however padding is known."""
+"""Tokens of a pass: which are padding, and which the last of their sequence, at every layer."""
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as attend
 
-from support.models import batch, transformer
-from support.watched import blocks_of, look, states_of
+from support.models import Running, batch, transformer
+from support.watched import blocks_of, look, notes, states_of
 
 LENGTHS = torch.tensor([1, 5, 9, 12, 12, 7])
 
@@ -57,3 +57,46 @@ def test_layers_without_a_last_token_are_not_asked_or_say_why():
     unasked = look(model, torch.randn(3, 8), options={"views": {"hidden"}}).snapshot().layers[1]
     for layer in (maps, unasked):
         assert not any(view.startswith("last_") for view in [*layer.captured, *layer.missing])
+
+
+def flattening(*, length_first: bool) -> nn.Module:
+    """Blocks that attend to whole sequences and hand on their tokens as [tokens, width]."""
+
+    def block(m, x, real):
+        rows = x.view(*(real.T if length_first else real).shape, 32)
+        given = rows.transpose(0, 1) if length_first else rows
+        q, k, v = m.qkv(given).unflatten(-1, (12, -1)).transpose(1, 2).chunk(3, dim=1)
+        mixed = attend(q, k, v, attn_mask=real[:, None, None, :]).transpose(1, 2).flatten(2)
+        return (rows + (mixed.transpose(0, 1) if length_first else mixed)).flatten(0, 1)
+
+    def run(m, ids, attention_mask):
+        x = m.embed(ids)
+        x = x.transpose(0, 1) if length_first else x
+        for each in m.blocks:
+            x = each(x, attention_mask.bool())
+        return x
+
+    blocks = (Running(block, qkv=nn.Linear(32, 96)) for _ in range(3))
+    return Running(run, embed=nn.Embedding(50, 32), blocks=nn.ModuleList(blocks))
+
+
+@pytest.mark.parametrize("length_first", [False, True])
+@pytest.mark.parametrize("side", ["right", "left", "none"])
+def test_tokens_that_blocks_flatten_keep_their_sequences(side, length_first):
+    model, ids, given = flattening(length_first=length_first), batch(6, 12) % 50, MASKS[side].long()
+    states = states_of(model, ids, attention_mask=given)
+    seen = look(model, ids, attention_mask=given)
+    ends = (given * torch.arange(12)).argmax(1)
+    for layer, kept in zip(seen.snapshot().layers, states, strict=True):
+        views, every = layer.captured, torch.arange(6)
+        state = kept.view(12, 6, 32).transpose(0, 1) if length_first else kept.view(6, 12, 32)
+        where = views["sequences"], views["positions"]
+        assert len(views["hidden"]) == given.sum()
+        assert given[where].all()
+        assert torch.equal(views["hidden"], state[where])
+        assert torch.equal(views["token_ids"], ids[where])
+        assert torch.equal(views["last_sequences"].sort().values, every)
+        order = views["last_sequences"].argsort()
+        assert torch.equal(views["last_positions"][order], ends)
+        assert torch.equal(views["last_hidden"][order], state[every, ends])
+    assert not any("padding is known only" in text for text in notes(seen))
