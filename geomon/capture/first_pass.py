@@ -29,6 +29,11 @@ TensorId = tuple[int, Shape]  # address and shape, which identify a tensor while
 # Number of rows of hidden states that ranks compare to see whether they have the same tokens.
 LANDMARKS = 8
 
+_SHARED_OUT = (
+    "ranks share the hidden states along the sequence: only attention showed it, after these rows "
+    "were kept"
+)
+
 
 @dataclass
 class BlockCall:
@@ -186,7 +191,7 @@ class StackPass:
         if not self.selection.split.settle(part, shape):
             return
         self.input_rows = None
-        self.selection.forget_draws()
+        self.selection.begin_anew(_SHARED_OUT)
         for other in self.block_calls:
             other.hidden = other.summed = None
             other.shape = shape if other.shape == part else other.shape

@@ -78,7 +78,7 @@ class RowSelection:
         memory: Memory limit of the rows, with their sampler.
         split: How ranks share hidden states.
         dtype: Data type of the hidden states in the model.
-        why_not_read: Why hidden states were not read; "" if they were.
+        why_not_read: Why hidden states of some layer were not read; "" if all were.
     """
 
     def __init__(self, memory: MemoryLimit, tokens: PassTokens, split: SequenceSplit) -> None:
@@ -119,6 +119,7 @@ class RowSelection:
         self._draws[part, rows.device] = found
         return found
 
-    def forget_draws(self) -> None:
-        """Choose rows anew, because the hidden states have another shape."""
+    def begin_anew(self, why: str) -> None:
+        """Choose rows anew, because the hidden states have another shape; earlier ones are lost."""
         self._draws.clear()
+        self.why_not_read = why

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -23,6 +24,8 @@ from geomon.capture.shards import (
     whole,
 )
 from geomon.capture.storage import followed_part, local_shard
+from support.models import Running
+from support.watched import look, states_of
 
 
 class Placed(torch.Tensor):
@@ -135,3 +138,81 @@ def test_a_collective_is_waited_for_only_where_its_numbers_are_wanted():
     found = local_shard(underway)
     assert underway.completed
     assert torch.equal(found, inner)
+
+
+def part_of_the_sequence(shard: int, dim: int, attend) -> nn.Module:
+    """One of two ranks that share hidden states along a dimension, as plain tensors.
+
+    Each block has what the other rank would send, and attends to the whole sequence.
+    """
+
+    def block(m, x):
+        every = torch.cat([m.sent, x] if shard else [x, m.sent], dim=dim).transpose(0, 1 - dim)
+        q, k, v = m.qkv(every).unflatten(-1, (12, -1)).transpose(1, 2).chunk(3, dim=1)
+        m.query, mixed = q, attend(q, k, v).transpose(1, 2).flatten(2).transpose(0, 1 - dim)
+        return x + mixed.chunk(2, dim=dim)[shard]
+
+    def run(m, given):
+        x = m.embed(given) if given.ndim == 2 else given
+        x = x.transpose(0, 1 - dim)
+        x = x.chunk(2, dim=dim)[shard]
+        for each in m.blocks:
+            x = each(x)
+        return x
+
+    torch.manual_seed(0)
+    shape = (3, 6, 32) if dim else (6, 3, 32)
+    blocks = (Running(block, qkv=nn.Linear(32, 96), sent=torch.randn(shape)) for _ in range(3))
+    return Running(run, embed=nn.Embedding(50, 32), blocks=nn.ModuleList(blocks))
+
+
+def fused(q, k, v):
+    return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def by_hand(q, k, v):
+    return (q @ k.mT / 8**0.5).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("attend", [fused, by_hand])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("shard", [0, 1])
+@pytest.mark.parametrize("shown_by", ["token ids", "attention"])
+def test_plain_tensors_that_ranks_share_are_placed_in_the_whole_sequence(
+    shown_by, shard, dim, attend
+):
+    model, by_ids = part_of_the_sequence(shard, dim, attend), shown_by == "token ids"
+    given = torch.arange(36).view(3, 12) * 7 % 50 if by_ids else torch.randn(3, 12, 32)
+    states = states_of(model, given)
+    seen = look(model, given, options={"place": TensorPlace(shard, 2)})
+    first, *layers = seen.snapshot().layers
+    assert ("hidden" in first.captured) == by_ids
+    assert by_ids or "only attention showed it" in first.missing["hidden"]
+    for layer, kept in zip([first] * by_ids + layers, states[not by_ids :], strict=True):
+        views, state = layer.captured, kept.transpose(0, 1 - dim)
+        where = views["sequences"], views["positions"] - 6 * shard
+        assert layer.part.start == ((0, 6 * shard) if dim else (6 * shard, 0))
+        assert len(views["hidden"]) == 18
+        assert torch.equal(views["hidden"], state[where])
+        assert not by_ids or torch.equal(views["token_ids"], given[:, 6 * shard :][where])
+        if layer is not first:
+            assert torch.equal(views["query"], model.blocks[layer.index - 1].query)
+            assert len(views["projected_query"]) == (36 if by_ids or layer.index > 1 else 18)
+        if not by_ids and dim == 0:  # the order of dimensions is known too late
+            assert layer.missing["last_hidden"].startswith("it became known only after the pass")
+            continue
+        ends = views["last_sequences"]  # which the second rank has
+        assert ends.sort().values.tolist() == [0, 1, 2] * shard
+        assert torch.equal(views["last_hidden"], state[ends, -1])
+
+
+def test_the_rows_of_all_ranks_are_those_of_the_whole_sequence():
+    given = torch.arange(36).view(3, 12)
+    parts = [
+        look(part_of_the_sequence(shard, 1, fused), given, rows=20,
+             options={"place": TensorPlace(shard, 2)}).snapshot().layers[2]
+        for shard in (0, 1)
+    ]  # fmt: skip
+    numbers = torch.cat([layer.part.rows for layer in parts])
+    assert numbers.sort().values.tolist() == [*range(20)]
+    assert not any(set(one) & set(two) for one, two in [[x.part.rows.tolist() for x in parts]])

@@ -6,7 +6,7 @@ shape: which are padding, to which sequences they belong, their token ids and la
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -86,6 +86,7 @@ class KnownTokens:
         padding: The padding.
         given: Arguments that may show where sequences begin, the newest first.
         by_modules: Whether the modules take hidden states as [length, batch, width].
+        ends: By shape, flat indices of the rows that were taken for last tokens during the pass.
         attended: [batch, queries] of each attention; () while the pass runs.
         begins: Whether each token of a single row begins a sequence, as attention shows; None if
             it does not, and while the pass runs.
@@ -99,6 +100,7 @@ class KnownTokens:
     padding: Padding
     given: Sequence[GivenPlaces]
     by_modules: bool
+    ends: Mapping[Shape, Tensor]
     attended: Sequence[Shape] = ()
     begins: Tensor | None = None
     is_routed: Callable[[Shape], bool] = lambda shape: False
@@ -305,14 +307,14 @@ class ShapeTokens:
             return ROUTED
         if kept.last is None:
             return PACKED if self.sequences is None else _ENDS_LATE
-        places, indices = self._last_among(kept.last.indices)
-        if len(places) < len(self.last) and not kept.last.start:
-            return _LAST_UNKNOWN
-        return kept.last.at(places, indices)
+        found = self._last_among(kept.last.indices, self._known.ends[kept.shape])
+        return _LAST_UNKNOWN if found is None else kept.last.at(*found)
 
     @once
-    def _last_among(self, indices: Tensor) -> Places:
-        """Find which of some rows are the last tokens of their sequences."""
+    def _last_among(self, indices: Tensor, ends: Tensor) -> Places | None:
+        """Find which of some rows are last tokens; None if the pass took others for these."""
+        if not torch.isin(self.last, ends).all():
+            return None
         places = torch.isin(indices, self.last).nonzero().squeeze(1)
         return places, indices[places]
 

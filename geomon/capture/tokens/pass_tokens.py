@@ -47,6 +47,7 @@ class PassTokens:
         self.landmarks: Tensor | None = None
         self._begins: Tensor | None = None  # tokens that begin a sequence, in one packed row
         self._kept: dict[tuple[Shape, str], Tensor] = {}
+        self._ends: dict[Shape, Tensor] = {}
 
     def take_arguments(
         self,
@@ -73,10 +74,10 @@ class PassTokens:
 
     def known(self) -> KnownTokens:
         """Return what is known by now."""
-        given = self._given[::-1]
         return KnownTokens(
-            self.shape, self._sampler, self.ids, self.padding, given, by_modules=self._by_modules
-        )
+            self.shape, self._sampler, self.ids, self.padding, self._given[::-1],
+            by_modules=self._by_modules, ends=self._ends,
+        )  # fmt: skip
 
     def settle(self, attended: Iterable[Shape], is_routed: Callable[[Shape], bool]) -> KnownTokens:
         """Return what is known after the pass.
@@ -109,7 +110,9 @@ class PassTokens:
         """
         tokens = self.known().of(shape)
         are_maps = len(shape) > 2 and tokens.packed is None
-        return None if are_maps or tokens.sequences is None else tokens.last
+        if shape not in self._ends and tokens.sequences is not None and not are_maps:
+            self._ends[shape] = tokens.last
+        return self._ends.get(shape)
 
     @property
     def checksum(self) -> str:
