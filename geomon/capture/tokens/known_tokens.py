@@ -245,7 +245,7 @@ class ShapeTokens:
             tokens = known.valid_queries(self.streams.shape)
             return None if tokens is None else self.streams.arrange(tokens)
         entered = known.shape
-        if shape in (entered, entered[::-1]) or math.prod(shape) != math.prod(entered):
+        if shape == entered or math.prod(shape) != math.prod(entered):
             return None
         tokens = known.of(entered).valid
         return None if tokens is None else tokens.reshape(shape)

@@ -19,9 +19,9 @@ def in_turn(model, x, **given):
     return x
 
 
-def blocks():
+def blocks(width=8):
     """Blocks that are told positions under any name, and do nothing with them."""
-    kinds = (nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2))
+    kinds = (nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(2))
     return Running(in_turn, layers=nn.ModuleList(kinds))
 
 
@@ -57,6 +57,21 @@ def test_positions_that_begin_anew_begin_a_sequence(given, rows, numbers):
     said = [text for text in notes(seen) if "separated by" in text]
     assert len(said) == is_packed
     assert not said or any(name in said[0] for name in NAMES)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sequences_of_hidden_states_that_are_length_first_are_those_of_the_positions(rows):
+    given, ids = torch.stack([POSITIONS, *[torch.arange(16)] * (rows - 1)]), batch(rows, 16)
+    embed = PlainDecoder().tokens
+    model = Running(
+        lambda m, ids, position_ids: m.blocks(m.embed(ids).transpose(0, 1), pos=position_ids),
+        embed=embed, blocks=blocks(32),
+    )  # fmt: skip
+    for layer in look(model, ids, position_ids=given).snapshot().layers:
+        views = in_order(layer, "sequences", "positions", "token_ids")
+        sequences = torch.cat([NUMBERS, *(torch.full((16,), 4 + row) for row in range(rows - 1))])
+        for found, expected in zip(views, (sequences, given.flatten(), ids.flatten()), strict=True):
+            assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
