@@ -177,6 +177,9 @@ ODD_PLACES = {
     "from elsewhere": ((RISING + 7)[None], None, STARTS),
     "from elsewhere in each row": (torch.stack([RISING + 7, RISING + 70]), None, STARTS),
     "from elsewhere behind padding": (torch.where(LEFT, RISING + 3, 9)[None], LEFT, STARTS),
+    "from elsewhere in two tokens behind padding": (
+        torch.where(RISING >= 14, RISING - 7, 9)[None], RISING >= 14, STARTS
+    ),
     "all the same": (torch.zeros(1, 16, dtype=torch.int64), None, REPEATS),
     # Healthy positions.
     "from 0": (RISING[None], None, ""),

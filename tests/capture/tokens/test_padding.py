@@ -206,8 +206,8 @@ LEAVES = {
     "between tokens, as before an image": ([BETWEEN], BETWEEN),
     "by one layer alone, as sparse attention": ([RIGHT, OTHER], RIGHT | OTHER),
     "one place of all sequences": ([BEFORE[None, None]], ALL),
-    "several places of all": ([(BEFORE & (torch.arange(32) < 28))[None, None]],
-                              (torch.arange(32) < 28).expand(8, -1)),
+    "two places of all": ([(BEFORE & (torch.arange(32) < 30))[None, None]],
+                          (torch.arange(32) < 30).expand(8, -1)),
 }  # fmt: skip
 
 
