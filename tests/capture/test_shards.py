@@ -208,11 +208,21 @@ def test_plain_tensors_that_ranks_share_are_placed_in_the_whole_sequence(
 
 def test_the_rows_of_all_ranks_are_those_of_the_whole_sequence():
     given = torch.arange(36).view(3, 12)
-    parts = [
+    seen = [
         look(part_of_the_sequence(shard, 1, fused), given, rows=20,
-             options={"place": TensorPlace(shard, 2)}).snapshot().layers[2]
+             options={"place": TensorPlace(shard, 2)}).snapshot()
         for shard in (0, 1)
     ]  # fmt: skip
+    parts = [snapshot.layers[2] for snapshot in seen]
     numbers = torch.cat([layer.part.rows for layer in parts])
     assert numbers.sort().values.tolist() == [*range(20)]
     assert not any(set(one) & set(two) for one, two in [[x.part.rows.tolist() for x in parts]])
+
+
+def test_ranks_that_know_nothing_of_each_other_know_the_same_tokens_by_their_ids():
+    """Each has fewer hidden states than ids: they are a part of them."""
+    given, found = torch.arange(36).view(3, 12), set[str]()
+    for shard in (0, 1):
+        for ids in (given, given.flip(0)):
+            found.add(look(part_of_the_sequence(shard, 1, fused), ids).snapshot().info.batch)
+    assert len(found) == 2

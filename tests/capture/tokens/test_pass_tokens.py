@@ -1,11 +1,13 @@
 """Tokens of a pass: which are padding, and which the last of their sequence, at every layer."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as attend
 
-from support.models import Running, batch, transformer
+from support.models import PlainDecoder, Running, batch, transformer
 from support.watched import blocks_of, look, notes, states_of
 
 LENGTHS = torch.tensor([1, 5, 9, 12, 12, 7])
@@ -100,3 +102,22 @@ def test_tokens_that_blocks_flatten_keep_their_sequences(side, length_first):
         assert torch.equal(views["last_positions"][order], ends)
         assert torch.equal(views["last_hidden"][order], state[every, ends])
     assert not any("padding is known only" in text for text in notes(seen))
+
+
+def told_apart(model: nn.Module, *batches: Any) -> tuple[int, int]:
+    """Count the different checksums of tokens and of token ids after passes over batches."""
+    found = [look(model, *given).snapshot().info for given in batches]
+    again = look(model, *batches[0]).snapshot().info
+    assert (again.batch, again.token_ids) == (found[0].batch, found[0].token_ids)
+    ids = {info.token_ids for info in found}
+    return len({info.batch for info in found}), len(ids - {""})
+
+
+def test_passes_over_other_tokens_have_other_checksums():
+    model, other = PlainDecoder(), batch()
+    other[-1, -1] += 1
+    assert told_apart(model, (batch(),), (other,), (batch().flip(0),)) == (3, 3)
+    model.blocks = model.blocks[:1]  # a model of as many places as states, and no token ids
+    model.forward = lambda x: model.blocks[0](x + model.places(torch.arange(32).expand(8, -1)))
+    states = torch.randn(8, 32, 32)
+    assert told_apart(model, (states,), (states.roll(1, 1),), (2 * states,)) == (3, 0)
