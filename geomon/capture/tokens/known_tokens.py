@@ -123,16 +123,11 @@ class KnownTokens:
         return self.shape if streams is None else streams.shape
 
     @property
-    def turned(self) -> bool:
-        """Whether token ids are [batch, length] but hidden states are [length, batch, width]."""
-        return self.ids.turned(self.shape)
-
-    @property
     def length_first(self) -> bool:
         """Whether hidden states are [length, batch, width], judged by modules, ids or attention."""
         differs = len(self.shape) == 2 and self.shape[0] != self.shape[1]
         by_attention = differs and self.shape[::-1] in self.attended
-        return self.by_modules or by_attention or self.turned
+        return self.by_modules or by_attention or self.ids.turned(self.shape)
 
     @functools.cached_property
     def inverted_mask(self) -> str | None:
@@ -237,7 +232,7 @@ class ShapeTokens:
     def valid(self) -> Tensor | None:
         """Mask of the shape, False for padding; None if nothing shows any padding."""
         known, shape = self._known, self._shape
-        turned = not self._role and (known.by_modules or known.turned)
+        turned = not self._role and known.length_first
         found = known.padding.valid(shape, self._role, turned=turned)
         if found is not None or self._role:
             return found
@@ -254,8 +249,7 @@ class ShapeTokens:
     def packed(self) -> Sequences | None:
         """The sequences of the tokens if they are not simply the rows of the batch."""
         if self.streams is not None:
-            known = self._known
-            return self.streams.sequences(length_first=known.by_modules or known.turned)
+            return self.streams.sequences(length_first=self._known.length_first)
         return self._packed_by_positions() or self._packed_by_attention()
 
     @functools.cached_property
