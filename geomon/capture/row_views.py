@@ -22,6 +22,7 @@ from geomon.capture.tokens.sampling import SampledRows
 from geomon.note_kinds import NoteKind
 
 HIDDEN_ONLY = sources_shared_by("rows")
+_VIEWS = tuple(view for view in CAPTURED if source_of(view) in HIDDEN_ONLY)
 # Views of rows alone, without another layer.
 OWN_ROW_VIEWS = tuple(view for view in views_of("hidden") if view not in ADDITIONS)
 
@@ -57,9 +58,8 @@ class RowViews:
         """Make the captured views of hidden states, and the reasons for missing ones."""
         inverted = self._tokens.inverted_mask
         if kept is None or inverted is not None:
-            wanted = (view for view in CAPTURED if source_of(view) in HIDDEN_ONLY)
             reason = why if kept is None else inverted or ""
-            return {}, dict.fromkeys(wanted, reason), Part()
+            return {}, dict.fromkeys(_VIEWS, reason), Part()
         tokens = self._tokens.of(kept.shape)
         for kind, remark in tokens.remarks:
             self._remarks.add(kind, HIDDEN, depth, remark)
