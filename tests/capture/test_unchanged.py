@@ -509,6 +509,34 @@ def test_a_pass_that_writes_into_a_parameter_too_large_to_copy_is_the_last_one(c
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize(
+    ("parameters", "listed", "named"),
+    [(1, 0, "states.0"), (4, 0, "states.0, states.1, states.2"), (0, 1, "a tensor in a container")],
+)
+def test_what_a_pass_has_changed_for_good_is_named_in_one_line(parameters, listed, named, caplog):
+    def large():
+        return nn.Parameter(torch.ones(2**21 + 1))
+
+    model = holding(
+        states=nn.ParameterList(large() for _ in range(parameters)),
+        held=[large() * 1 for _ in range(listed)],
+        fine=nn.Parameter(torch.ones(1)),
+    )
+
+    def decay(model):
+        for each in (*model.states, *model.held):
+            each.mul_(0.9)
+
+    assert try_passes(model, decay) == Passes(1, {
+        f"an earlier extra pass changed {named.split(', ')[0]}, because the forward pass writes "
+        "into it: no further extra pass is made"
+    })  # fmt: skip
+    assert caplog.messages == [
+        f"the forward pass of Running writes into {named}: an extra pass has changed it for good, "
+        "because it was too large to copy, and no further extra pass will be made"
+    ]
+
+
 @pytest.mark.parametrize("watch", WATCHING)
 def test_training_goes_on_if_no_extra_pass_can_be_made(watch, caplog, failures):
     once = decoder_with(DecaysLargeParameter)
@@ -623,6 +651,8 @@ TENSORS = {
 @pytest.mark.parametrize("kind", TENSORS)
 def test_a_model_may_hold_tensors_of_any_kind(kind):
     model = holding(buffer=nn.Buffer(TENSORS[kind]()), listed=[TENSORS[kind]()])
+    if kind == "meta":  # a device without random numbers
+        model.weight = nn.Parameter(TENSORS[kind]())
     assert try_passes(model, lambda model: None) == ALL_MADE
 
 
@@ -745,6 +775,43 @@ def test_modules_of_fsdp1_are_refused_if_torch_lacks_a_name_that_sharding_again_
     passes = try_passes(model, lambda model: None)
     assert passes.made == 0
     assert "could not be sharded again" in passes.refusals.pop()
+
+
+@pytest.mark.parametrize(
+    ("shards", "gathered", "calls"),
+    [(True, True, ["reshard True", "post_reshard"]), (True, False, []), (False, True, [])],
+)
+def test_what_fsdp1_gathered_is_freed_and_marked_as_not_fetched(shards, gathered, calls, fsdp):
+    model, made = fsdp.FullyShardedDataParallel(), []
+    inner = fsdp.FullyShardedDataParallel()
+    inner._handle = None  # a module without parameters
+    handle = types.SimpleNamespace(
+        uses_sharded_strategy=shards, needs_unshard=lambda: not gathered, _prefetched=True,
+        reshard=lambda free: made.append(f"reshard {free}"),
+        post_reshard=lambda: made.append("post_reshard"),
+    )  # fmt: skip
+    model._handle, model.inner = handle, inner
+    assert try_passes(model, lambda model: None, times=1) == Passes(1, set())
+    assert made == calls
+    assert handle._prefetched is not bool(calls)
+
+
+def test_modules_of_fsdp1_get_their_flags_and_buffers_back_alone(fsdp):
+    """Their parameters are exchanged as they are gathered."""
+    model = fsdp.FullyShardedDataParallel()
+    model._handle, model.listed, model.count = None, [], nn.Buffer(torch.zeros(2))
+    model.inner = nn.Linear(1, 1)
+
+    def change(model):
+        model.eval()
+        model.count += 1
+        model.listed.append(1)
+
+    assert try_passes(model, change, times=1) == Passes(1, set())
+    assert model.training
+    assert model.inner.training
+    assert model.count.tolist() == [0, 0]
+    assert model.listed == [1]
 
 
 # -- users are told that extra passes are made -----------------------------------------------------
