@@ -241,10 +241,18 @@ HEADS = {
     ),
     "a token twice": (lambda h: torch.cat([h, h[:, :, :1]], 2), STEPS, 1, None),
     "chosen": (lambda h: h[:, :, ORDER], STEPS, 1, EVERY[:, ORDER]),
+    "chosen by each head": (lambda h: by_each(h, 5), STEPS, 1, EVERY),
 }  # fmt: skip
+PICKS = torch.rand(12, 5).argsort(1)
 
 
-BY_NUMBERS = {"the other way round", "turned by pairs", "rolled", "chosen"}
+def by_each(heads, count):
+    """Tokens that each head of each sequence picks for itself."""
+    found = heads.flatten(0, 1)[torch.arange(12)[:, None], PICKS[:, :count]]
+    return found.unflatten(0, (3, 4))
+
+
+BY_NUMBERS = {"the other way round", "turned by pairs", "rolled", "chosen", "chosen by each head"}
 
 
 @pytest.mark.parametrize("way", HEADS)
@@ -277,6 +285,7 @@ UNKNOWN = {
     "a column twice": lambda x, h: torch.cat([h[..., :1], h[..., :1], h[..., 2:]], -1),
     "weights": lambda x, h: h.softmax(-1),
     "zeros": lambda x, h: torch.zeros_like(h),
+    "a part of the tokens for each head": lambda x, h: by_each(h, 3),
     "other heads beside": lambda x, h: torch.cat([h, OTHER[:, :, :1].expand(-1, -1, 5, -1)], 1),
 }
 
