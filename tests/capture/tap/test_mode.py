@@ -258,3 +258,103 @@ def test_an_operator_that_cannot_be_compared_leaves_the_plan_and_is_told():
     assert tap.__torch_dispatch__(run, (), args)[0] is X
     assert told.errors == ["no comparison"]
     assert known.departed
+
+
+# -- what is learned -------------------------------------------------------------------------------
+
+
+class Asking(Told):
+    """An observer that asks where scores come from."""
+
+    def __init__(self, sight):
+        super().__init__()
+        self.sight, self.weights = sight, AttentionWeights()
+
+    def on_softmax(self, scores, dim, *, logarithm):
+        sight = self.sight
+        self.columns = [sight.columns(each) for each in self.heads]
+        self.products, self.scale = sight.products(scores), sight.scale(scores)
+        self.counts = sight.token_counts(self.made[0])
+        sight.expect(self.weights)
+
+
+def attended(sight, x, q, k, *, by_module):
+    """Run a block that attends by hand, and ask about it."""
+    told = Asking(sight)
+    tap = Tap(told)
+    with torch.no_grad(), tap.seeing():
+        tap.sight = sight
+        sight.start([x], x)
+        query, key = x @ q, x @ k
+        if by_module:  # which project in their own way
+            tap.rest()
+            key = x @ (k * 2)
+            sight.projected(query, x, 12)
+            sight.projected(key, x, 24)
+            tap.go_on()
+        told.made = query, key
+        told.heads = [made.view(1, 15, 4, 3).transpose(1, 2) for made in (query, key)]
+        ((query @ key.T) * 0.25).softmax(-1).square() @ x
+    assert told.errors == []
+    return told
+
+
+@pytest.mark.parametrize("by_module", [False, True])
+def test_a_later_call_gets_the_answers_of_the_first_with_its_own_numbers(by_module):
+    x, y, q, k = torch.randn(15, 8), torch.randn(15, 8), torch.randn(8, 12), torch.randn(8, 12)
+    learner = Learner()
+    found = [attended(learner, x, q, k, by_module=by_module)]
+    plan = learner.plan()
+    assert [step.func for step in plan.steps[:2]] == [aten.mm.default] * 2
+    known = Known(plan)
+    assert known.sees_modules is by_module  # the first of all operators is no module
+    assert not known.goes_on
+    found.append(attended(known, y, q, k, by_module=by_module))
+    assert not known.has_left()
+    for told in found:
+        firsts = (12, 24) if by_module else (0, 0)
+        for columns, projected, first in zip(told.columns, told.made, firsts, strict=True):
+            assert columns.numbers == tuple(first + n for n in (0, 3, 6, 9))
+            assert torch.equal(columns.projections[0].by_token[0], projected)
+            assert columns.tokens.tolist() == [[*range(15)]]
+        (product,) = told.products
+        assert torch.equal(product.left, told.made[0])
+        assert torch.equal(product.right, told.made[1].T)
+        assert (product.factor, told.scale, told.counts) == (1.0, 0.25, [15])
+        assert told.weights.changed is True
+
+
+def test_no_plan_is_made_of_a_call_that_failed_or_read_numbers():
+    x = torch.randn(15, 8)
+
+    def learned(spoil):
+        learner = Learner()
+        with torch.no_grad(), Tap(Told()) as tap:
+            tap.sight = learner
+            learner.start([x], x)
+            spoil(learner)
+        return learner.plan()
+
+    assert learned(lambda learner: x + 1) is not None
+    assert learned(lambda learner: setattr(learner, "failed", True)) is None
+    assert learned(lambda learner: learner.scale(x * torch.tensor(0.5))) is None
+    weight, picks = torch.ones(8, 15), torch.arange(15)
+    for rows, is_made in ((slice(None), True), (picks, False)):
+        plan = learned(
+            lambda learner, rows=rows: learner.columns((x @ weight)[rows].view(1, 15, 5, 3))
+        )
+        assert (plan is not None) is is_made
+
+
+def test_plans_end_with_the_last_operator_at_which_anything_is_to_be_done():
+    x = torch.randn(15, 8)
+    learner = Learner()
+    with torch.no_grad(), Tap(Told()) as tap:
+        tap.sight = learner
+        learner.start([x], x)
+        y = x * 2
+        y.softmax(-1)
+        (y + 1).mul_(3)
+    steps = learner.plan().steps
+    assert [step.func for step in steps] == [aten.mul.Tensor, aten._softmax.default]
+    assert [step.role for step in steps] == ["", "softmax"]
