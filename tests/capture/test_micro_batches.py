@@ -5,6 +5,7 @@ import torch
 
 from geomon.capture import Window, find_anatomy
 from support.models import PlainDecoder, batch
+from support.referee import check_same
 
 
 def look_at(model, batches, count, *, rows=1000) -> Window:
@@ -76,6 +77,16 @@ def test_the_first_micro_batch_has_its_share_though_the_number_was_unknown_as_th
         for each in ids:
             model(each)
     assert [snapshot.info.tokens for snapshot in window.snapshots()] == [5, 4]
+
+
+def test_the_first_micro_batch_has_the_rows_of_a_batch_that_is_not_divided():
+    model, ids, found = PlainDecoder(), batch(2, 8), []
+    for counts in ([], [lambda: 1]):
+        window = Window(find_anatomy(model), {"hidden"}, rows=9, seed=3, micro_batches=counts)
+        with torch.no_grad(), window:
+            model(ids)
+        found.append(window.snapshot())
+    check_same(*found)
 
 
 def test_micro_batches_of_a_pass_with_gradients_replace_those_without():
