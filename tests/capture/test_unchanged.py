@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from geomon import every
-from geomon.capture import extra_pass
+from geomon.capture import extra_pass, extra_passes, random_states_kept
 from support.measuring import watching
 from support.models import PlainDecoder, Running, batch
 
@@ -451,11 +451,41 @@ def test_weights_cached_by_parametrize_are_not_left_by_an_extra_pass(watch):
     assert train(model, watch(model), around=parametrize.cached) == plain
 
 
-def test_switches_of_torch_are_as_before():
-    with torch.autocast("cpu"):
-        extra_pass(decoder_with(AppendsToList), batch(2, 8), nullcontext())
-        assert torch.is_grad_enabled()
-        assert torch.is_autocast_cache_enabled()
+def switches() -> list[bool]:
+    return [torch.is_grad_enabled(), torch.is_autocast_cache_enabled()]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_switches_of_torch_are_off_in_an_extra_pass_and_then_as_before(before):
+    """Weights that autocast caches without gradients would have none in training."""
+    found = []
+    with torch.autocast("cpu", cache_enabled=before), torch.set_grad_enabled(before):
+        extra_pass(nn.Linear(1, 1), lambda model: found.append(switches()), nullcontext())
+        found.append(switches())
+    assert found == [[False, False], [before, before]]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_extra_passes_are_counted_as_they_begin(fails):
+    before = extra_passes()
+
+    def run(model):
+        assert extra_passes() == before + 1
+        if fails:
+            raise ZeroDivisionError
+
+    with suppress(ZeroDivisionError):
+        extra_pass(nn.Linear(1, 1), run, nullcontext())
+    assert extra_passes() == before + 1
+
+
+def test_random_states_are_kept_around_a_body():
+    model, drawn = nn.Linear(1, 1), []
+    for _ in range(2):
+        with suppress(ZeroDivisionError), random_states_kept(model):
+            drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
+            raise ZeroDivisionError
+    assert drawn[0] == drawn[1]
 
 
 # -- limits of what is put back -------------------------------------------------------------------
