@@ -87,23 +87,47 @@ def broken(model, at):
     handle = model.get_submodule(at).register_forward_pre_hook(fail)
 
 
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("at", ["1"])
-def test_a_pass_that_breaks_off_gives_way_to_the_next(at, known, grad):
-    model, plans = with_core(blocks=nn.ModuleList(blocks_of(F.scaled_dot_product_attention))), None
-    given = {"attention_mask": MASK}
+def turned(model, ids):
+    """A model whose blocks have the places first, as many as there are sequences."""
+    return model.core(embed_tokens(model, ids).transpose(0, 1))
+
+
+# Where a pass breaks off (of all blocks, the second), in a block that is known or new.
+BREAKS = [("1", True), ("1.attention", False), ("1.mlp", False), ("1.mlp", True)]
+
+
+@pytest.mark.parametrize("run", [masked, turned])
+@pytest.mark.parametrize(("at", "known"), BREAKS)
+def test_a_pass_that_breaks_off_gives_way_to_the_next(at, known, run):
+    model = with_core(run, nn.ModuleList(blocks_of(F.scaled_dot_product_attention)))
+    ids, others = (A, B) if run is masked else (batch(8, 8), batch(8, 8, seed=1))
+    given = {"attention_mask": MASK} if run is masked else {}
+    plans = Plans()
     if known:
-        plans = Plans()
-        with torch.set_grad_enabled(grad), window(model, plans=plans):
-            model(A, **given)
-    with torch.set_grad_enabled(grad), window(model, plans=plans) as seen:
+        with window(model, plans=plans):
+            model(ids, **given)
+    with window(model, plans=plans) as seen:
         broken(model, f"core.blocks.{at}")
         with pytest.raises(ZeroDivisionError):
-            model(B, attention_mask=torch.ones_like(MASK))
-        model(A, **given)
-    check_same(seen.snapshot(), alone(model, A, **given))
+            model(others, **{name: torch.ones_like(MASK) for name in given})
+        model(ids, **given)
+    check_same(seen.snapshot(), alone(model, ids, **given))
     assert not any("the blocks ran" in text for text in notes(seen))
+
+
+@pytest.mark.parametrize("at", ["encoder.layers.1", "decoder.layers.1", "decoder.layers.1.linear1"])
+def test_no_stack_is_left_over_from_a_pass_that_breaks_off(at):
+    torch.manual_seed(0)
+    model = nn.Transformer(32, 4, 2, 2, 64, dropout=0.0, batch_first=True)
+    others, given = torch.randn(2, 3, 7, 32), torch.randn(2, 3, 5, 32)
+    broken(model, at)
+    with window(model) as seen:
+        with pytest.raises(ZeroDivisionError):
+            model(*others)
+        model(*given)
+    with window(model) as plain:
+        model(*given)
+    check_same(seen.snapshot(), plain.snapshot())
 
 
 @pytest.mark.parametrize("at", ["0", "2"])
@@ -165,26 +189,33 @@ def test_if_nobody_calls_the_model_the_first_call_of_each_block_counts():
     assert len(seen.snapshot().layers) == 4
 
 
-@pytest.mark.parametrize("again", [True, False])
-def test_a_pass_past_its_owner_ends_with_the_model_around_it(again):
-    """`forward` of the module that runs the blocks is called directly."""
+def past(model, ids):
+    """Call `forward` of the module that runs the blocks directly."""
+    return model.core.forward(embed_tokens(model, ids))
 
-    def past(model, ids):
-        return model.core.forward(embed_tokens(model, ids))
 
-    model = with_core(past)
-    states = [embed_tokens(model, A)]
-    for block in model.core.blocks:
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("way", ["by itself", "by another", "by its owner"])
+def test_a_pass_past_its_owner_ends_with_the_module_around_it(way, times):
+    inner = with_core(masked if way == "by its owner" else past)
+    given = (MASK,) if way == "by its owner" else ()
+    model = Running(lambda m, *batches: [m.inner(x, *given) for x in batches], inner=inner)
+    states = [embed_tokens(inner, A)]
+    for block in inner.core.blocks:
         states.append(block(states[-1]))
-    with torch.no_grad(), window(model) as seen:
-        model(A)
-        if again:
-            model(B)
+    with torch.no_grad(), window(inner if way == "by itself" else model) as seen:
+        if way == "by itself":
+            for ids in IDS[:times]:
+                inner(ids)
+        else:
+            model(*IDS[:times])
     assert len(seen.snapshot().layers) == 4
     for depth, state in enumerate(states):
         check_hidden(seen, depth, state)
     ids = seen.snapshot().layers[0].captured
     assert torch.equal(ids["token_ids"], A[ids["sequences"], ids["positions"]])
+    said = [text for text in notes(seen) if "the blocks ran" in text]
+    assert ["ran 2 times" in text for text in said] == [True] * (times == 2 and way != "by itself")
 
 
 def test_generation_shows_its_first_pass():
