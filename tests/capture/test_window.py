@@ -6,6 +6,7 @@ import itertools
 import threading
 import weakref
 from contextlib import suppress
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -284,6 +285,43 @@ def test_the_state_is_the_returned_tensor_that_the_block_made(way):
         check_hidden(seen, depth, state)
     said = notes(seen)
     assert said == [] if words is None else [words in text for text in said] == [True]
+
+
+@dataclass
+class Output:
+    """An output of a class of its own, which no one need know."""
+
+    hidden: torch.Tensor
+
+
+# What a block returns of its states beside those that geomon looks into, and the states in it.
+OTHERS = {
+    "an iterator": (lambda x: iter((x, x + 1)), next),
+    "an object": (Output, lambda output: output.hidden),
+    "nothing in a list": (lambda x: [[], x], lambda output: output[1]),
+}
+
+
+@pytest.mark.parametrize("way", OTHERS)
+def test_an_output_of_any_class_is_left_to_the_model(way):
+    returns, of = OTHERS[way]
+
+    def run(model, x):
+        for block in model.blocks:
+            x = of(block(x))
+        return x
+
+    def block():
+        return Running(lambda m, x: returns(m.inner(x)), inner=PlainBlock(32, 4, 0.0))
+
+    model = PlainDecoder(run=run, block=block)
+    plain = model(batch(2, 8))
+    with window(model) as seen:
+        assert torch.equal(model(batch(2, 8)), plain)
+    assert notes(seen) == []
+    layers = seen.snapshot().layers
+    assert ["hidden" in layer.captured for layer in layers[1:]] == [way == "nothing in a list"] * 3
+    assert "query" in layers[1].captured
 
 
 # -- what it says where it sees nothing ------------------------------------------------------------
