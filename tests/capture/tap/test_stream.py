@@ -49,6 +49,13 @@ MADE = {
     "a sum in place": (lambda x, y: x.add_(y), SUM),
     "a sum in place of the output": (lambda x, y: y.add_(x), SUM),
     "a difference": (lambda x, y: x - y, SUM),
+    "a difference the other way": (lambda x, y: torch.rsub(y, x), SUM),
+    "a sum, hidden by a number of the host": (
+        lambda x, y: (x + y).masked_fill(NUMBERS > 1.5, torch.tensor(0.0)), SUM,
+    ),
+    "a sum, hidden in place": (
+        lambda x, y: (x + y).masked_fill_(NUMBERS > 1.5, torch.tensor(0.0)), SUM,
+    ),
     "a gate": (lambda x, y: torch.addcmul(x, y, NUMBERS), SUM),
     "a quotient": (lambda x, y: torch.addcdiv(x, y, NUMBERS), SUM),
     "a highway": (lambda x, y: torch.lerp(x, y, 0.25), SUM),
