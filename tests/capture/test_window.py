@@ -150,6 +150,19 @@ def test_a_pass_inside_grad_is_seen_as_any_other():
     check_same(seen.snapshot(), plain.snapshot())
 
 
+def test_feature_maps_have_their_channels_as_width_also_if_blocks_change_it():
+    blocks = [Running(lambda m, x: m.conv(x).relu(), conv=nn.Conv2d(*sizes, 1))
+              for sizes in ((4, 6), (6, 9))]  # fmt: skip
+    model, states = nn.Sequential(*blocks), [torch.randn(2, 4, 3, 5)]
+    with torch.no_grad():
+        for block in blocks:
+            states.append(block(states[-1]))
+        with window(model, blocks=blocks, views={"hidden"}) as seen:
+            model(states[0])
+    for depth, state in enumerate(states):
+        check_hidden(seen, depth, state.movedim(1, -1))
+
+
 class Sharded(torch.Tensor):
     """Stands for a DTensor: what it holds is elsewhere, and its own part is local."""
 
