@@ -1,5 +1,6 @@
 """Recorded operators are understood without a model, each by its rule."""
 
+import weakref
 from contextlib import contextmanager
 
 import numpy as np
@@ -436,3 +437,35 @@ def test_softmax_weights_are_followed_until_they_first_meet_values(way):
             found.expect(watched)
         found.follow(op)
     assert watched.changed is changed
+
+
+def one_sequence(make):
+    """Follow heads of a sequence of five tokens."""
+    x, weight = torch.randn(1, 5, 8), torch.randn(8, WIDTH)
+    with recorded() as ops:
+        heads = make(by_heads(x @ weight))
+    return understand(ops, x).columns(heads)
+
+
+@pytest.mark.parametrize("token", [0, 4])
+def test_tokens_are_known_one_by_one_but_not_if_one_of_them_comes_twice(token):
+    columns = one_sequence(lambda h: torch.cat([OTHER[:1], h[:, :, token : token + 1]], 2))
+    assert columns.tokens.tolist() == [[-1, -1, token]]
+    assert columns.pattern.kinds.tolist() == [[-1, -1, 0]]
+    columns = one_sequence(lambda h: torch.cat([h, h[:, :, token : token + 1]], 2))
+    assert columns.tokens is None
+    assert columns.numbers == tuple(STEPS)
+
+
+def test_tensors_of_a_block_are_freed_as_they_are_forgotten():
+    x = torch.randn(SHAPE)
+    with recorded() as ops:
+        made = x @ torch.randn(SHAPE[-1], WIDTH)
+    found = understand(ops, x)
+    kept = [weakref.ref(x), weakref.ref(made)]
+    ops.clear()
+    found.forget()
+    assert found.made_of(x) is found.made_of(made) is None
+    assert not found.is_followed(made)
+    del x, made
+    assert [each() for each in kept] == [None, None]

@@ -1,5 +1,6 @@
 """Between blocks: which tensor is a block's input plus its output, and whose rows enter a block."""
 
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -159,6 +160,17 @@ def test_a_tensor_in_memory_that_was_freed_is_not_traced():
             other = torch.randn(SHAPE)  # which no stream has seen
         assert stream.rows_of(other) == {}
     assert stream.rows_of(again) == {}
+
+
+def test_tables_are_freed_as_they_are_forgotten():
+    with followed() as stream:
+        table = torch.randn(SHAPE)
+        stream.take_table(1, table)
+        made = table * 2
+    kept = weakref.ref(table)
+    stream.forget()
+    del table, made
+    assert kept() is None
 
 
 def test_lookups_are_shown_with_weight_integers_and_result():
