@@ -150,6 +150,20 @@ def test_a_pass_inside_grad_is_seen_as_any_other():
     check_same(seen.snapshot(), plain.snapshot())
 
 
+@torch.no_grad()
+def test_outputs_of_heads_are_those_of_the_sampled_queries():
+    model, given = PlainDecoder(layers=2), []
+    model.blocks[0].c_proj.register_forward_pre_hook(lambda module, args: given.append(args[0]))
+    with window(model, 16, views={"hidden", "head_outputs"}) as seen:
+        model(batch(5, 20))
+    call = seen.attentions("")[0].call
+    assert call.places.numel() < 100  # not all of them
+    rows = given[0].unflatten(-1, (4, 8))[call.sequences[:, None], call.places].double()
+    sums, counts = seen.snapshot().layers[1].captured["head_outputs"].T
+    torch.testing.assert_close(sums, rows.square().sum((0, 1, 3)))
+    assert counts.tolist() == [call.places.numel()] * 4
+
+
 def test_feature_maps_have_their_channels_as_width_also_if_blocks_change_it():
     blocks = [Running(lambda m, x: m.conv(x).relu(), conv=nn.Conv2d(*sizes, 1))
               for sizes in ((4, 6), (6, 9))]  # fmt: skip
