@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Partial
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 from geomon import describe, measure, select
-from geomon.capture import Window
+from geomon.capture import Plans, Window
 from support.fingerprint import fingerprint
 from support.models import PlainBlock, PlainDecoder, Running, batch, transformer
 from support.referee import sampled
@@ -95,6 +96,26 @@ def test_rows_of_a_window_are_freed_without_the_garbage_collector(fails):
         assert kept() is None
     finally:
         gc.enable()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("known", [False, True])
+def test_tensors_of_a_block_are_freed_as_it_ends(known):
+    """Otherwise a pass without gradients would need the memory of one with them."""
+    model, made, alive = PlainDecoder(layers=2), [], []
+    plans = Plans()
+    if known:
+        with window(model, plans=plans):
+            model(batch())
+    keep = model.blocks[0].c_attn.register_forward_hook
+    keep(lambda module, args, output: made.append(StorageWeakRef(output.untyped_storage())))
+    model.blocks[1].ln_1.register_forward_pre_hook(
+        lambda module, args: alive.extend(not each.expired() for each in made)
+    )
+    with window(model, plans=plans) as seen:
+        model(batch())
+    assert alive == [False]
+    assert "projected_query" in seen.snapshot().layers[1].captured
 
 
 def test_a_hook_that_fails_never_ends_a_run(monkeypatch, failures):
