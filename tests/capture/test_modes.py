@@ -52,10 +52,10 @@ def trained(mode, *, by_hand, watched=None):
         options = {"metrics": metrics, "schedule": every(4), **WAYS[watched](ids)}
         monitor, memory = watching(model, **options)
     with mode:
-        train(model, lambda step: functional.cross_entropy(model(ids).mT, ids), range(9), monitor)
+        train(model, lambda step: functional.cross_entropy(model(ids).mT, ids), range(5), monitor)
     if watched:
         monitor.close()
-        assert memory.readings[-1].step == 8
+        assert memory.readings[-1].step == 4
         assert "attention_entropy/layer_01" in memory.readings[-1].values
     return [*model.parameters(), torch.get_rng_state()]
 
