@@ -330,8 +330,8 @@ def floating(values: Any) -> list[Tensor]:
     """List floating-point tensors that are not nested; top-level ones come first."""
     if isinstance(values, Tensor):
         return [values] if values.is_floating_point() and not values.is_nested else []
-    if not isinstance(values, list | tuple):
-        values = values.values() if isinstance(values, Mapping) else values or ()
+    if not isinstance(values, list | tuple):  # an iterator is the model's to use up
+        values = values.values() if isinstance(values, Mapping) else ()
     found, inner = list[Tensor](), list[Any]()
     for value in values:
         (found if isinstance(value, Tensor) else inner).append(value)

@@ -146,6 +146,8 @@ class Tracker:
         self._prefer_gradients(module)
         if id(module) in self._above:  # calls that never returned
             self._above.clear()
+            if module is unwrap(self._stacks[number].above[0]):
+                self._begin_anew(self._stacks[number].part)
         self._end_open_pass(number, module)
         self._above.add(id(module))
         if module is unwrap(self._stacks[number].above[0]):
@@ -251,6 +253,15 @@ class Tracker:
         first = not number or self._stacks[number - 1].part != stack.part  # of its part
         memory = self.memory.of(micro_batch)
         return StackPass(stack, memory, first=first, place=self._place, tokens=tokens)
+
+    def _begin_anew(self, part: int) -> None:
+        """Replace the passes of a model that never returned, as it is given other arguments."""
+        opened = [each for each in self.passes if each.stack.part == part]
+        if any(each.owner_call.running and each.block_calls for each in opened):
+            self._running.clear()
+            for number, stack in enumerate(self._stacks):
+                if stack.part == part:
+                    self.passes[number] = self._new_pass(number)
 
     def _begin_again(self, number: int) -> StackPass:
         """Replace a pass that never returned by one with the same arguments."""

@@ -1,6 +1,7 @@
 """Rows that outlive a pass lie apart from the heap, and are what plain indexing gives."""
 
 import sys
+import threading
 
 import pytest
 import torch
@@ -46,11 +47,52 @@ def test_entries_are_those_of_plain_indexing_with_its_strides(values, of):
 def test_tensors_do_not_share_memory_and_keep_theirs():
     made = [apart.keep(torch.full((1 << 16,), float(n))) for n in range(300)]  # two chunks and more
     del made[::3]
-    made += [apart.keep(torch.full((1 << 25,), 1000.0))]  # longer than a chunk
+    made += [apart.keep(torch.full(((1 << 24) + 1,), 1000.0))]  # longer than a chunk
     made += [apart.keep(torch.full((1 << 16,), 1001.0 + n)) for n in range(3)]
     values = [float(x[0]) for x in made]
     assert len(set(values)) == len(values)
     assert all((x == value).all() for x, value in zip(made, values, strict=True))
+
+
+@pytest.mark.parametrize(("numbers", "is_copied"), [(1 << 16, True), ((1 << 16) - 1, False)])
+def test_tensors_of_a_quarter_of_a_mebibyte_are_kept_apart_and_shorter_ones_stay(
+    numbers, is_copied
+):
+    made = torch.arange(numbers).float()
+    kept = apart.keep(made)
+    assert (kept is made) is not is_copied
+    assert torch.equal(kept, made)
+    elsewhere = made.to("meta")
+    assert apart.keep(elsewhere) is elsewhere
+
+
+def test_numbers_are_converted_unless_they_are_of_that_type():
+    made = torch.randn(8)
+    assert apart.convert(made) is made
+    found = apart.convert(made.double())
+    assert found.dtype == torch.float32
+    assert torch.equal(found, made)
+
+
+def test_places_lie_one_after_another_until_a_chunk_is_full():
+    """In a thread of its own, whose chunk nobody has begun to fill."""
+    found = []
+
+    def fill():
+        made = [apart.empty([1 << 16], torch.float32, torch.device("cpu")) for _ in range(256)]
+        made += [
+            apart.empty([n], torch.int8, torch.device("cpu")) for n in ((1 << 18) + 1, 1 << 18)
+        ]
+        found.extend(x.data_ptr() for x in made)
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    thread.join()
+    starts = [address - found[0] for address in found]
+    assert starts[:256] == [*range(0, 1 << 26, 1 << 18)]
+    assert starts[256] not in range(1 << 26)
+    assert starts[257] - starts[256] == (1 << 18) + 64
+    assert found[0] % 64 == 0
 
 
 def heap() -> range:

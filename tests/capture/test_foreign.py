@@ -190,6 +190,26 @@ def test_attention_outside_the_block_s_own_module_is_not_taken_for_it(mix, atten
         check_projected(layer, own.attention)
 
 
+def test_attention_among_the_tokens_of_another_stream_is_the_block_s_own():
+    """By hand, of a stream with other tokens than the hidden states that are measured."""
+    x, others = torch.randn(8, LENGTH, WIDTH), torch.randn(8, 7, WIDTH)
+
+    def block():
+        return Running(
+            lambda m, x, others: x + m.attention(others).mean(1, keepdim=True),
+            attention=Attention(lambda q, k, v: scores_of(q, k).softmax(-1) @ v, WIDTH),
+        )
+
+    def run(model, x, others):
+        for block in model.blocks:
+            x = block(x, others)
+        return x
+
+    model = Running(run, blocks=nn.ModuleList(block() for _ in range(2)))
+    seen = look(model, x, others)
+    check_blocks(seen, model.blocks, torch.ones(7, 7, dtype=torch.bool))
+
+
 def straight_through(weights):
     hard = F.one_hot(weights.argmax(-1), weights.shape[-1]).to(weights.dtype)
     return hard + weights - weights.detach()

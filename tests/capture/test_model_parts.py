@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 from geomon.capture import Window
@@ -66,3 +67,79 @@ def test_a_stage_without_blocks_has_an_empty_snapshot():
         PlainDecoder()(batch())
     assert [snapshot.layers for snapshot in seen.snapshots()] == [[]]
     assert seen.snapshot().is_empty
+
+
+def told(*, wanted, tied, change=lambda model: None):
+    """Words of the note on a model whose configuration wants its matrices tied, or not."""
+    model = PlainDecoder()
+    if tied:
+        model.head.weight = model.tokens.weight
+    if wanted is not None:
+        model.config = SimpleNamespace(tie_word_embeddings=wanted)
+    change(model)
+    parts = ModelParts(model)
+    notes = parts.note_on_ties(parts.find_anatomy())
+    assert all(note.is_odd for note in notes)
+    assert all(note.numbers["wanted"] == str(wanted) for note in notes)
+    return [note.words() for note in notes]
+
+
+class Part(torch.Tensor):
+    """A weight of which a rank has a part."""
+
+    def to_local(self):
+        return self
+
+
+def share_out(name):
+    def change(model):
+        module = getattr(model, name)
+        module.weight = nn.Parameter(module.weight.detach().as_subclass(Part))
+
+    return change
+
+
+def hold(config, name):
+    """Give a part of the model a configuration of its own."""
+
+    def change(model):
+        getattr(model, name).config = SimpleNamespace(tie_word_embeddings=config)
+
+    return change
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_matrices_that_are_not_tied_as_the_configuration_says_are_noted(wanted, tied):
+    state = "one weight" if tied else "two weights"
+    said = f"tie_word_embeddings is {wanted}, but embedding and unembedding are {state}"
+    assert told(wanted=wanted, tied=tied) == [said] * (wanted != tied)
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [
+        ({"wanted": None}, 0),
+        ({"wanted": "yes"}, 0),
+        ({"wanted": True, "change": share_out("head")}, 0),
+        ({"wanted": True, "change": share_out("tokens")}, 0),
+        ({"wanted": True, "change": lambda model: model.to("meta")}, 0),
+        ({"wanted": True, "change": hold(False, "head")}, 0),  # the innermost one counts
+        ({"wanted": True, "change": hold(False, "tokens")}, 1),  # which has no output
+        ({"wanted": True, "change": hold("unknown", "head")}, 1),
+        ({"wanted": True, "change": lambda model: delattr(model, "head")}, 0),
+    ],
+)
+def test_ties_are_not_judged_if_configuration_or_weights_are_unknown(given, count):
+    assert len(told(tied=False, **given)) == count
+
+
+def test_a_probe_of_inputs_needs_a_model_with_a_forward():
+    model = nn.Module()
+    model.blocks = PlainDecoder().blocks
+    parts = ModelParts(model)
+    for inputs in (torch.ones(2), {"x": 1}, (1,), [1]):
+        with pytest.raises(ValueError, match=r"Module has no forward\(\) to call with the inputs"):
+            parts.check_probe(inputs)
+    parts.check_probe(len)
+    parts.check_probe(iter([1]))

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from geomon import every
-from geomon.capture import extra_pass
+from geomon.capture import extra_pass, extra_passes, random_states_kept
 from support.measuring import watching
 from support.models import PlainDecoder, Running, batch
 
@@ -451,11 +451,41 @@ def test_weights_cached_by_parametrize_are_not_left_by_an_extra_pass(watch):
     assert train(model, watch(model), around=parametrize.cached) == plain
 
 
-def test_switches_of_torch_are_as_before():
-    with torch.autocast("cpu"):
-        extra_pass(decoder_with(AppendsToList), batch(2, 8), nullcontext())
-        assert torch.is_grad_enabled()
-        assert torch.is_autocast_cache_enabled()
+def switches() -> list[bool]:
+    return [torch.is_grad_enabled(), torch.is_autocast_cache_enabled()]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_switches_of_torch_are_off_in_an_extra_pass_and_then_as_before(before):
+    """Weights that autocast caches without gradients would have none in training."""
+    found = []
+    with torch.autocast("cpu", cache_enabled=before), torch.set_grad_enabled(before):
+        extra_pass(nn.Linear(1, 1), lambda model: found.append(switches()), nullcontext())
+        found.append(switches())
+    assert found == [[False, False], [before, before]]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_extra_passes_are_counted_as_they_begin(fails):
+    before = extra_passes()
+
+    def run(model):
+        assert extra_passes() == before + 1
+        if fails:
+            raise ZeroDivisionError
+
+    with suppress(ZeroDivisionError):
+        extra_pass(nn.Linear(1, 1), run, nullcontext())
+    assert extra_passes() == before + 1
+
+
+def test_random_states_are_kept_around_a_body():
+    model, drawn = nn.Linear(1, 1), []
+    for _ in range(2):
+        with suppress(ZeroDivisionError), random_states_kept(model):
+            drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
+            raise ZeroDivisionError
+    assert drawn[0] == drawn[1]
 
 
 # -- limits of what is put back -------------------------------------------------------------------
@@ -507,6 +537,34 @@ def test_a_pass_that_writes_into_a_parameter_too_large_to_copy_is_the_last_one(c
     assert try_passes(nn.Sequential(model)).made == 0  # wherever the parameter is
     assert try_passes(decoder_with(AppendsToList)) == ALL_MADE  # another model
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("parameters", "listed", "named"),
+    [(1, 0, "states.0"), (4, 0, "states.0, states.1, states.2"), (0, 1, "a tensor in a container")],
+)
+def test_what_a_pass_has_changed_for_good_is_named_in_one_line(parameters, listed, named, caplog):
+    def large():
+        return nn.Parameter(torch.ones(2**21 + 1))
+
+    model = holding(
+        states=nn.ParameterList(large() for _ in range(parameters)),
+        held=[large() * 1 for _ in range(listed)],
+        fine=nn.Parameter(torch.ones(1)),
+    )
+
+    def decay(model):
+        for each in (*model.states, *model.held):
+            each.mul_(0.9)
+
+    assert try_passes(model, decay) == Passes(1, {
+        f"an earlier extra pass changed {named.split(', ')[0]}, because the forward pass writes "
+        "into it: no further extra pass is made"
+    })  # fmt: skip
+    assert caplog.messages == [
+        f"the forward pass of Running writes into {named}: an extra pass has changed it for good, "
+        "because it was too large to copy, and no further extra pass will be made"
+    ]
 
 
 @pytest.mark.parametrize("watch", WATCHING)
@@ -623,6 +681,8 @@ TENSORS = {
 @pytest.mark.parametrize("kind", TENSORS)
 def test_a_model_may_hold_tensors_of_any_kind(kind):
     model = holding(buffer=nn.Buffer(TENSORS[kind]()), listed=[TENSORS[kind]()])
+    if kind == "meta":  # a device without random numbers
+        model.weight = nn.Parameter(TENSORS[kind]())
     assert try_passes(model, lambda model: None) == ALL_MADE
 
 
@@ -745,6 +805,43 @@ def test_modules_of_fsdp1_are_refused_if_torch_lacks_a_name_that_sharding_again_
     passes = try_passes(model, lambda model: None)
     assert passes.made == 0
     assert "could not be sharded again" in passes.refusals.pop()
+
+
+@pytest.mark.parametrize(
+    ("shards", "gathered", "calls"),
+    [(True, True, ["reshard True", "post_reshard"]), (True, False, []), (False, True, [])],
+)
+def test_what_fsdp1_gathered_is_freed_and_marked_as_not_fetched(shards, gathered, calls, fsdp):
+    model, made = fsdp.FullyShardedDataParallel(), []
+    inner = fsdp.FullyShardedDataParallel()
+    inner._handle = None  # a module without parameters
+    handle = types.SimpleNamespace(
+        uses_sharded_strategy=shards, needs_unshard=lambda: not gathered, _prefetched=True,
+        reshard=lambda free: made.append(f"reshard {free}"),
+        post_reshard=lambda: made.append("post_reshard"),
+    )  # fmt: skip
+    model._handle, model.inner = handle, inner
+    assert try_passes(model, lambda model: None, times=1) == Passes(1, set())
+    assert made == calls
+    assert handle._prefetched is not bool(calls)
+
+
+def test_modules_of_fsdp1_get_their_flags_and_buffers_back_alone(fsdp):
+    """Their parameters are exchanged as they are gathered."""
+    model = fsdp.FullyShardedDataParallel()
+    model._handle, model.listed, model.count = None, [], nn.Buffer(torch.zeros(2))
+    model.inner = nn.Linear(1, 1)
+
+    def change(model):
+        model.eval()
+        model.count += 1
+        model.listed.append(1)
+
+    assert try_passes(model, change, times=1) == Passes(1, set())
+    assert model.training
+    assert model.inner.training
+    assert model.count.tolist() == [0, 0]
+    assert model.listed == [1]
 
 
 # -- users are told that extra passes are made -----------------------------------------------------

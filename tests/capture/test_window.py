@@ -6,16 +6,18 @@ import itertools
 import threading
 import weakref
 from contextlib import suppress
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Partial
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 from geomon import describe, measure, select
-from geomon.capture import Window
+from geomon.capture import Plans, Window
 from support.fingerprint import fingerprint
 from support.models import PlainBlock, PlainDecoder, Running, batch, transformer
 from support.referee import sampled
@@ -96,6 +98,26 @@ def test_rows_of_a_window_are_freed_without_the_garbage_collector(fails):
         gc.enable()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("known", [False, True])
+def test_tensors_of_a_block_are_freed_as_it_ends(known):
+    """Otherwise a pass without gradients would need the memory of one with them."""
+    model, made, alive = PlainDecoder(layers=2), [], []
+    plans = Plans()
+    if known:
+        with window(model, plans=plans):
+            model(batch())
+    keep = model.blocks[0].c_attn.register_forward_hook
+    keep(lambda module, args, output: made.append(StorageWeakRef(output.untyped_storage())))
+    model.blocks[1].ln_1.register_forward_pre_hook(
+        lambda module, args: alive.extend(not each.expired() for each in made)
+    )
+    with window(model, plans=plans) as seen:
+        model(batch())
+    assert alive == [False]
+    assert "projected_query" in seen.snapshot().layers[1].captured
+
+
 def test_a_hook_that_fails_never_ends_a_run(monkeypatch, failures):
     def broken(*args):
         raise ZeroDivisionError("by design")
@@ -147,6 +169,33 @@ def test_a_pass_inside_grad_is_seen_as_any_other():
     with window(model) as seen:
         torch.func.grad(loss)(parameters, ids)
     check_same(seen.snapshot(), plain.snapshot())
+
+
+@torch.no_grad()
+def test_outputs_of_heads_are_those_of_the_sampled_queries():
+    model, given = PlainDecoder(layers=2), []
+    model.blocks[0].c_proj.register_forward_pre_hook(lambda module, args: given.append(args[0]))
+    with window(model, 16, views={"hidden", "head_outputs"}) as seen:
+        model(batch(5, 20))
+    call = seen.attentions("")[0].call
+    assert call.places.numel() < 100  # not all of them
+    rows = given[0].unflatten(-1, (4, 8))[call.sequences[:, None], call.places].double()
+    sums, counts = seen.snapshot().layers[1].captured["head_outputs"].T
+    torch.testing.assert_close(sums, rows.square().sum((0, 1, 3)))
+    assert counts.tolist() == [call.places.numel()] * 4
+
+
+def test_feature_maps_have_their_channels_as_width_also_if_blocks_change_it():
+    blocks = [Running(lambda m, x: m.conv(x).relu(), conv=nn.Conv2d(*sizes, 1))
+              for sizes in ((4, 6), (6, 9))]  # fmt: skip
+    model, states = nn.Sequential(*blocks), [torch.randn(2, 4, 3, 5)]
+    with torch.no_grad():
+        for block in blocks:
+            states.append(block(states[-1]))
+        with window(model, blocks=blocks, views={"hidden"}) as seen:
+            model(states[0])
+    for depth, state in enumerate(states):
+        check_hidden(seen, depth, state.movedim(1, -1))
 
 
 class Sharded(torch.Tensor):
@@ -284,6 +333,43 @@ def test_the_state_is_the_returned_tensor_that_the_block_made(way):
         check_hidden(seen, depth, state)
     said = notes(seen)
     assert said == [] if words is None else [words in text for text in said] == [True]
+
+
+@dataclass
+class Output:
+    """An output of a class of its own, which no one need know."""
+
+    hidden: torch.Tensor
+
+
+# What a block returns of its states beside those that geomon looks into, and the states in it.
+OTHERS = {
+    "an iterator": (lambda x: iter((x, x + 1)), next),
+    "an object": (Output, lambda output: output.hidden),
+    "nothing in a list": (lambda x: [[], x], lambda output: output[1]),
+}
+
+
+@pytest.mark.parametrize("way", OTHERS)
+def test_an_output_of_any_class_is_left_to_the_model(way):
+    returns, of = OTHERS[way]
+
+    def run(model, x):
+        for block in model.blocks:
+            x = of(block(x))
+        return x
+
+    def block():
+        return Running(lambda m, x: returns(m.inner(x)), inner=PlainBlock(32, 4, 0.0))
+
+    model = PlainDecoder(run=run, block=block)
+    plain = model(batch(2, 8))
+    with window(model) as seen:
+        assert torch.equal(model(batch(2, 8)), plain)
+    assert notes(seen) == []
+    layers = seen.snapshot().layers
+    assert ["hidden" in layer.captured for layer in layers[1:]] == [way == "nothing in a list"] * 3
+    assert "query" in layers[1].captured
 
 
 # -- what it says where it sees nothing ------------------------------------------------------------

@@ -48,7 +48,8 @@ class Kind(NamedTuple):
 # Operators that keep places although torch does not tag them as pointwise.
 _KEEPING_PLACES = (
     "native_layer_norm", "_fused_rms_norm", "native_dropout", "_to_copy", "copy_",
-    "native_batch_norm", "_native_batch_norm_legit", "repeat",
+    "native_batch_norm", "_native_batch_norm_legit", "repeat", "rsub", "masked_fill",
+    "masked_fill_",
 )  # fmt: skip
 _ROLES = dict.fromkeys(
     ("aten::_softmax", "aten::_safe_softmax", "aten::_log_softmax"), "softmax"
