@@ -98,7 +98,8 @@ def alerts_of(move, model=None, tmp_path=None, **options):
     with Monitor(model, directory=tmp_path, on_alert=told.append, **given | options) as monitor:
         for step in range(STEPS):
             with torch.no_grad(), monitor(step):
-                model(batch(4, 8))
+                if step % 20 == 0:  # what is not read costs only time
+                    model(batch(4, 8))
             move(model, step)
     return told
 
@@ -182,6 +183,61 @@ def test_the_size_of_an_update_is_that_of_all_weights(tmp_path, offset):
     assert column.whole["norms"] == 0
     relative = second.column("update_size", "relative").layers[1:]
     assert relative == pytest.approx([value / column.layers[2] for value in column.layers[1:]])
+
+
+# Learning rates that are logged at steps 0 to 44, and the rate that updates are compared with:
+# the mean since step 41, if rates of 40 steps are known and none is twice as high as another.
+RATES = {
+    "steady": (lambda step: 0.01, 0.01),
+    "as far as it may": (lambda step: 0.02 if step >= 43 else 0.01, 0.015),
+    "too far": (lambda step: 0.0201 if step >= 43 else 0.01, math.nan),
+    "known for 40 steps": (lambda step: 0.01 if step >= 5 else None, 0.01),
+    "known for 39 steps": (lambda step: 0.01 if step >= 6 else None, math.nan),
+    "changed long ago": (lambda step: 0.01 if step >= 5 else 1.0, 0.01),
+    "not known lately": (lambda step: 0.01 if step < 41 else None, math.nan),
+    "zero": (lambda step: 0.0, math.nan),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_sizes_of_updates_are_exact_if_every_number_of_a_weight_moves_alike(name, tmp_path):
+    """Then it does not matter which numbers of each weight are compared."""
+    logged, rate = RATES[name]
+    model = PlainDecoder(width=32, layers=3, heads=2)
+    for number, weight in enumerate(model.parameters()):
+        weight.data.fill_(0.5 + number / 16)
+    blocks = [[w for w in block.parameters() if w.ndim > 1] for block in model.blocks]
+    gains = [w for n, w in model.named_parameters() if w.ndim == 1 and not n.endswith("bias")]
+    groups = [[model.tokens.weight, model.places.weight], *blocks, [model.head.weight], gains]
+    before = [[w.detach().clone() for w in group] for group in groups]
+    given = {"schedule": lambda step: step in (0, 41, 45), "checks": None, "budget": None}
+    given |= {"metrics": ["update_size", "unmoved"], "directory": tmp_path, "alerts": []}
+    with Monitor(model, **given) as monitor:
+        for step in range(46):
+            if step in (0, 41, 45):
+                with torch.no_grad(), monitor(step):
+                    model(batch(2, 4))
+            if (lr := logged(step)) is not None:
+                monitor.log(step, learning_rate=lr)
+            for number, group in enumerate(groups, 1):
+                for weight in group if step in (41, 44) else ():
+                    if weight is not model.blocks[1].c_attn.weight:
+                        weight.data += number / 256
+    *_, last = read(tmp_path)
+    moved = [[now - was for now, was in zip(*each, strict=True)]
+             for each in zip(groups, before, strict=True)]  # fmt: skip
+    sizes = [norm(m) / norm(was) / 4 for m, was in zip(moved, before, strict=True)]
+    column = last.column("update_size")
+    assert [*column.layers, *map(column.whole.get, ("head", "norms"))] == pytest.approx(sizes)
+    of_blocks = sizes[1:4]
+    middle = sorted(of_blocks)[1]
+    relative = last.column("update_size", "relative").layers
+    assert relative == pytest.approx([math.nan, *(x / middle for x in of_blocks)], nan_ok=True)
+    over_rate = [math.nan, *(size / rate for size in of_blocks)] if rate > 0 else []
+    assert last.column("update_size", "over_rate").layers == pytest.approx(over_rate, nan_ok=True)
+    still = blocks[1][0].numel() / sum(w.numel() for w in blocks[1])
+    assert last.column("unmoved").layers == pytest.approx([0, 0, still, 0])
+    assert last.column("unmoved", "relative").layers == pytest.approx([0, 0, still, 0])
 
 
 def drifting(factors, *, rate=lambda step: 1.0, rounds=False, shrinks=1.0):
