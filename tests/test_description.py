@@ -1,4 +1,6 @@
 import functools
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,9 +102,7 @@ UNEVEN = nn.Sequential(*(nn.TransformerEncoderLayer(16, heads, 32) for heads in 
 LEAVE = "layer 0 enters the first block, layers 1 to"
 
 
-@pytest.mark.parametrize(
-    ("model", "inputs", "expected"),
-    [
+CASES = [
         (PlainDecoder(layers=3), batch(), {"hidden states": f"{LEAVE} 3 leave the blocks"}),
         (LOOPED, None, {"hidden states": f"{LEAVE} 3 leave the blocks"}),
         (LOOPED, batch(),
@@ -134,8 +134,11 @@ LEAVE = "layer 0 enters the first block, layers 1 to"
         (TO_BOTH, CONTEXT, {
             "attention": "4 heads, through",
             "further attention": "attn2: to keys of another source, 4 heads"}),
-    ],
-)  # fmt: skip
+        (TO_BOTH, None, {"further attention": "attn2: seen as it runs"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "inputs", "expected"), CASES)
 def test_rows_say_what_is_known_before_and_after_a_pass(model, inputs, expected):
     shown = describe(model, inputs)
     for label, words in expected.items():
@@ -176,6 +179,18 @@ def test_stacks_are_described_one_after_the_other():
         f"not seen           token ids of the decoder: {ids}",
         "                   the hidden states' shape",
     ]
+
+
+APPROVED = Path(__file__).parent / "data" / "descriptions.txt"
+
+
+def test_whole_descriptions_are_as_approved():
+    """After a change that is meant: `APPROVE=1 pytest tests/test_description.py`; look at it."""
+    pages = [str(describe(model, inputs)) for model, inputs, _ in CASES]
+    text = "\n\n".join(pages).replace(searched_by(torch.device("cpu")), "...") + "\n"
+    if "APPROVE" in os.environ:
+        APPROVED.write_text(text)
+    assert text.split("\n\n") == APPROVED.read_text().split("\n\n")
 
 
 def test_a_hybrid_says_how_many_of_its_blocks_attend():
