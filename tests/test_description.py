@@ -34,6 +34,8 @@ def test_it_prints_in_aligned_columns_without_running_the_model():
         ]
     )
     assert repr(describe(model)) == str(describe(model))
+    with pytest.raises(AttributeError):
+        describe(model).title = "another"
 
 
 def run_twice(model, x):

@@ -62,6 +62,7 @@ FACTS = {
     "one rank": (lambda: (Mesh().data_ranks, Mesh().difference(), Mesh().blocks_around(0, "")),
                  ((0,), None, (0, 0))),
     "the place of one": (lambda: Mesh().places, (RankPlace(0, stages=(0,), num_stages=1),)),
+    "equal ones": (lambda: len({Mesh(), Mesh(), RankPlace(2), RankPlace(2)}), 2),
     "three": (lambda: THREE.data_ranks, (0, 1, 2)),
     "pairs": (lambda: (PAIRS.data_ranks, PAIRS.data_size), ((0, 0, 1, 1), 2)),
     "crossed": (lambda: (CROSSED.data_ranks, CROSSED.data_size), ((0, 1, 0, 1), 2)),

@@ -5,8 +5,8 @@ import pytest
 
 from geomon import MetricText, __version__
 from geomon.note import Note
-from geomon.record import Readings
-from support.readings import reading_of
+from geomon.record import Course, Readings
+from support.readings import raised_of, reading_of
 
 VALUES = {
     "twonn/encoder_layer_00": 1.0, "twonn/encoder_null": 4.0, "twonn/decoder_layer_01": 5.0,
@@ -175,6 +175,9 @@ REFUSED = {
             (NOTES[0], "kind"),
             (NONE, "readings"),
             (MetricText("t"), "title"),
+            (POINTS["t/mean"], "steps"),
+            (Course("t", (0,), (1.0,)), "tag"),
+            (raised_of("left_band", 3), "step"),
         )
     },
 }
