@@ -3,6 +3,7 @@
 import io
 import itertools
 import os
+import struct
 import zipfile
 from pathlib import Path
 
@@ -53,7 +54,17 @@ def test_arrays_come_back_as_they_were(tmp_path_factory, content):
     (path,) = record.arrays.path.iterdir()
     with zipfile.ZipFile(path) as archive, np.load(path) as file:  # as numpy reads it
         assert archive.testzip() is None
+        facts = {
+            (x.date_time, x.compress_type, x.create_version, x.extract_version, x.flag_bits,
+             x.create_system, x.volume, x.internal_attr, x.external_attr, x.extra, x.comment)
+            for x in archive.infolist()
+        }  # fmt: skip
+        assert facts == {((1980, 1, 1, 0, 0, 0), 0, 20, 20, 0x800, 0, 0, 0, 0, b"", b"")}
         theirs = dict(file)
+    end = struct.unpack("<4s4H2LH", path.read_bytes()[-22:])
+    count, size, start = end[4], end[5], end[6]
+    assert end == (b"PK\5\6", 0, 0, len(content), count, size, start, 0)
+    assert (count, size + start + 22) == (len(content), path.stat().st_size)
     ours = read(record.path).arrays(128)
     np.savez(path, **theirs)  # as earlier versions wrote it
     for found in (ours, read(record.path).arrays(128)):
