@@ -128,6 +128,28 @@ def test_frozen_weights_need_not_move_unless_they_did_train():
     assert [(alert.step, alert.layers) for alert in alerts_of(frozen_later)] == [(80, (2,))]
 
 
+@pytest.mark.parametrize(
+    ("numbers", "found"),
+    [
+        ((3, 7, 0, 0, 0, 0), [(120, "in 80 steps; kinds.weight")]),  # 5 in 20 steps: 20 in 80
+        ((3, 6, 0, 0, 0, 0), []),
+        ((4, 8, 12, 0, 0, 0), [(120, "in 60 steps; kinds.weight")]),
+        ((9, 9, 0, 9, 0, 0), []),  # counted anew
+        ((20, 0, 0, 0, 0, 0), [(60, "in 40 steps; kinds.weight")]),
+    ],
+)
+def test_an_embedding_stands_still_once_twenty_numbers_should_have_moved(numbers, found):
+    """All its numbers are compared; so many move in each 20 steps."""
+
+    def move(model, step):
+        moving("kinds")(model, step)
+        if step < STEPS - 1:
+            model.kinds.weight.data.view(-1)[: numbers[step // 20]] += 1e-3
+
+    alerts = alerts_of(move, decoder(kinds=nn.Embedding(32, 8)))
+    assert [(alert.step, alert.words().split("not move ")[1][:25]) for alert in alerts] == found
+
+
 def test_weights_of_any_size_and_layout_are_compared():
     (alert,) = alerts_of(moving("more"), decoder(more=Small()))
     assert "more.scalar, more.few, more.turned; look" in alert.words()
