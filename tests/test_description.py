@@ -90,6 +90,11 @@ CALLED = two(lambda block, x: block.attention(x), attention=Running(
     lambda self, x: self.receptance(x).sigmoid() * self.key(x).cumsum(dim=1),
     **linear("key", "receptance"),
 ))  # fmt: skip
+BY_PRODUCT = two(lambda b, x: (x @ x.mT).softmax(-1) @ x, "one")  # without weights
+# Blocks that are lists of an attention and a layer after it.
+LISTS = nn.ModuleDict({"layers": nn.ModuleList(
+    nn.ModuleList([Running(None, **linear("q_proj", "k_proj")), nn.Linear(8, 8)]) for _ in range(2)
+)})  # fmt: skip
 UNSEEN = two(by_exp, "q_proj", "k_proj", num_heads=2)
 HEADS = nn.ModuleDict({"blocks": nn.ModuleList(
     Running(None, n_head=4, heads=nn.ModuleList(
@@ -136,6 +141,8 @@ CASES = [
         (TO_BOTH, CONTEXT, {
             "attention": "4 heads, through",
             "further attention": "attn2: to keys of another source, 4 heads"}),
+        (BY_PRODUCT, X, {"Q, K projected": "not found in this pass"}),
+        (LISTS, None, {"hidden states": "layers 0 to 1 enter the blocks, which are lists of"}),
         (TO_BOTH, None, {"further attention": "attn2: seen as it runs"}),
 ]  # fmt: skip
 

@@ -1,3 +1,4 @@
+import copy
 import functools
 import logging
 import math
@@ -95,6 +96,18 @@ def test_other_callbacks_and_the_history_get_nothing(tmp_path, capsys):
     assert "geomon" not in str(found["read"])
     assert [r.step for r in read(tmp_path / "read")] == [*range(5)]
     assert "variance" not in capsys.readouterr().out
+
+
+def test_a_copy_of_the_callback_is_as_before_a_training(tmp_path):
+    monitor = GeometryMonitor(**FEW)
+    assert math.isnan(monitor.overhead)
+    fit(tmp_path, [monitor], steps=2)
+    assert 0 < monitor.overhead < 1
+    copied = copy.deepcopy(monitor)
+    assert math.isnan(copied.overhead)
+    assert vars(copied) == vars(monitor) | {
+        "_session": copied._session, "_loss": None, "_hook": None,
+    }  # fmt: skip
 
 
 def test_a_callback_that_is_given_twice_is_refused_and_two_folders_are_not(tmp_path):

@@ -69,6 +69,31 @@ def test_an_exchange_that_fails_is_a_lost_rank_unless_the_value_is_at_fault(
         RankGroup(0, 2, object()).all_gather("one")
 
 
+@pytest.mark.parametrize(("asked", "limit"), [(60, 60), (1000, 300)])
+def test_ranks_that_cannot_be_connected_are_left_alone_with_a_warning(
+    monkeypatch, caplog, asked, limit
+):
+    """At most half of the time is waited that torch waits, which is 600 s if it is not known."""
+    given = {}
+
+    def refuse(**options):
+        given.update(options)
+        raise RuntimeError("no such backend")
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(dist, "new_group", refuse)
+    place = RankPlace(1, stages=(1,), num_stages=2)
+    group = join_ranks(place, {"tokens": 3}, timeout=asked)
+    assert (group.rank, group.size, group.connected, group.own) == (1, 3, False, place)
+    assert given["timeout"].total_seconds() == limit
+    assert (given["backend"], given["group_desc"]) == ("gloo", "geomon")
+    (said,) = caplog.messages
+    assert "no gloo group could be made" in said
+    assert said.endswith("(no such backend)")
+
+
 # -- what ranks say to one another -----------------------------------------------------------------
 
 

@@ -262,6 +262,26 @@ def test_sizes_of_updates_are_exact_if_every_number_of_a_weight_moves_alike(name
     assert last.column("unmoved", "relative").layers == pytest.approx([0, 0, still, 0])
 
 
+def test_rates_of_the_last_1024_steps_are_remembered(tmp_path):
+    model = decoder()
+    given = {"schedule": lambda step: step in (0, 1100), "checks": None, "budget": None}
+    given |= {"metrics": ["update_size"], "directory": tmp_path, "alerts": []}
+    with Monitor(model, **given) as monitor:
+        for step in range(1100):
+            if step == 0:
+                with torch.no_grad(), monitor(step):
+                    model(batch(2, 4))
+            monitor.watch_rate(step, 0.01 if step < 1100 - 1024 else 0.015)
+            monitor.watch_rate(step + 1, math.nan)  # no rate
+            monitor.watch_rate(step + 1, "0.3")
+        moving()(model, 0)
+        with torch.no_grad(), monitor(1100):
+            model(batch(2, 4))
+    last = read(tmp_path)[-1]
+    sizes, over_rate = (last.column("update_size", part).layers for part in ("", "over_rate"))
+    assert over_rate[1:] == pytest.approx([size / 0.015 for size in sizes[1:]])
+
+
 def drifting(factors, *, rate=lambda step: 1.0, rounds=False, shrinks=1.0):
     """Move blocks by factors of a rate from step 300 on, or round the second one."""
 
@@ -317,8 +337,10 @@ def test_a_block_that_moves_differently_leaves_its_band(name):
     assert set(told[0].layers) <= layers
 
 
-def test_layers_without_trainable_weights_have_no_size(tmp_path):
+@pytest.mark.parametrize("has_any", [True, False])
+def test_layers_without_trainable_weights_have_no_size(tmp_path, has_any):
     model = decoder()
+    model.requires_grad_(has_any)
     model.blocks.requires_grad_(False)
     model.tokens.requires_grad_(False)
     model.places.requires_grad_(False)

@@ -167,6 +167,8 @@ def test_a_batch_is_read_as_it_was_saved(folders):
     inputs = read_inputs("model", Path("batch.pt"), None, None, {})
     assert list(inputs) == ["input_ids"]
     assert torch.equal(inputs["input_ids"], torch.load("batch.pt")["input_ids"])
+    with pytest.raises(FileNotFoundError, match=r"none\.pt"):
+        read_inputs("model", Path("none.pt"), None, None, {})
 
 
 class Plain(nn.Module):

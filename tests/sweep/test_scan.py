@@ -294,6 +294,25 @@ def fails(error):
     return model
 
 
+def fails_once():
+    """A model whose first pass alone fails."""
+    model, errors = build(), [RuntimeError("no such pass")]
+
+    def raises(*given, **options):
+        if errors:
+            raise errors.pop()
+
+    model.network.register_forward_pre_hook(raises)
+    return model
+
+
+def test_a_checkpoint_that_fails_for_no_reason_that_is_found_again_is_left_out(run, tmp_path):
+    readings = scan_run(run, tmp_path, fails_once())
+    assert [reading.step for reading in readings] == [4, 6]
+    left = "a checkpoint is left out: epoch=0-step=2.ckpt (step 2): it gave no reading"
+    assert left in readings[0].words()
+
+
 class Broken(Memory):
     closed = False
 
