@@ -66,6 +66,38 @@ def alerts_of(losses, name="loss", **options):
     return told
 
 
+NAN, INF = math.nan, math.inf
+# Losses of steps, and the steps of the alerts that one is not finite.
+NOT_FINITE = [
+    ([NAN, NAN, INF], []),  # it never was
+    ([NAN, 1.0, NAN, NAN], [2]), ([1.0, -INF], [1]), ([1.0, 1.0, INF, 1.0, NAN], [2]),
+    ([1.0, NAN, *[1.0] * 11, NAN], [1]), ([1.0, NAN, *[1.0] * 12, NAN], [1, 14]),
+    ([1.0, NAN, *[1.0] * 6, NAN, *[1.0] * 6, NAN, *[1.0] * 12, NAN], [1, 28]),
+    ([1.0, torch.tensor(NAN)], [1]), ([torch.tensor(1.0), torch.tensor([INF])], [1]),
+    ([1.0, None, NAN], [2]), ([1.0, torch.tensor(NAN + 1j)], []), ([1.0, "nan"], []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("losses", "steps"), NOT_FINITE, ids=range(len(NOT_FINITE)))
+def test_a_loss_that_is_not_finite_is_news_after_twelve_that_were(losses, steps):
+    found = alerts_of(enumerate(losses), alerts=["loss_not_finite"])
+    assert [(alert.name, alert.step) for alert in found] == [("loss_not_finite", n) for n in steps]
+
+
+def test_each_loss_of_a_step_is_watched_by_itself():
+    model, told = PlainDecoder(width=8, layers=2, heads=2), []
+    given = {"schedule": lambda step: step == 0, "checks": None, "budget": None}
+    given |= {"metrics": ["variance"], "directory": None, "alerts": ["loss_not_finite"]}
+    losses = ("aux_loss", "Loss/train", "val_loss", "test_LOSS", "accuracy")
+    with Monitor(model, on_alert=told.append, **given) as monitor:
+        for step in range(4):
+            monitor.advance(step)
+            values = {name: NAN if step > number else 1.0 for number, name in enumerate(losses)}
+            monitor.log(step, **values)
+    found = [(alert.step, alert.numbers["name"]) for alert in told]
+    assert found == [(1, "aux_loss"), (2, "Loss/train")]
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_is_an_alert_if_no_earlier_loss_predicts_it(name):
     loss, scatter, expected = LOSSES[name]
