@@ -260,6 +260,19 @@ def test_without_gathering_every_rank_runs_the_passes_whatever_the_record_holds(
     assert [reading.step for reading in read(tmp_path)] == ([0, 3, 4] if rank == 0 else [0, 3])
 
 
+def test_of_ranks_that_exchange_nothing_the_first_alone_is_due(tmp_path, monkeypatch):
+    """The others make the passes of a probe, as a sharded model needs, and measure nothing."""
+    for rank in range(2):
+        given = {"ranks": lambda rank=rank: RankGroup(rank, 2), "gather": False}
+        watched = Watched(None, monkeypatch, schedule=every(1), checks=None, **given)
+        watched.monitor.advance(1)
+        assert watched.monitor.is_due(1) == watched.monitor.is_due(1, force=True) == (rank == 0)
+        assert watched.monitor.is_due(1, source="probe", force=True)
+        watched.step(1)
+        watched.monitor.probe(2, batch())
+        assert watched.shown == [1, 2] * (rank == 0)
+
+
 class Skipping(PlainBlock):
     """A block whose attention may be skipped."""
 
