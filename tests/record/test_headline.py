@@ -242,6 +242,14 @@ def test_charts_show_few_values_and_all_that_are_asked_for(name):
     assert show() == expected
 
 
+def test_a_metric_that_asks_for_it_is_charted_by_its_mean_though_no_place_is_free():
+    charted = {name: TEXTS.get(name, {"title": name}) | {"is_charted": True}
+               for name in ("own", "twonn", "max_logit")}  # fmt: skip
+    charts = tagged.charts_of(Readings([{"metrics": TEXTS | charted}], []), "headline")
+    assert charts.select(OWN) == SHOWN | {"geomon/own": 12.5}
+    assert charts.select(reading({"max_logit/mean": 2.0})) == {}  # has a value of its own
+
+
 def test_headlines_are_made_of_the_values_of_the_record():
     values = LAST.values
     heads = {
