@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -182,7 +183,7 @@ def test_code_beside_a_model_is_not_run(is_adapter, tmp_path, monkeypatch):
     """A checkpoint from elsewhere may bring code along."""
     monkeypatch.chdir(tmp_path)
     peft = types.ModuleType("peft")
-    peft.__dict__["PeftModel"] = Adapted
+    peft.__dict__.update(PeftModel=Adapted, __spec__=ModuleSpec("peft", None))
     monkeypatch.setitem(sys.modules, "peft", peft)
     names = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.Own"}
     config = json.dumps({"model_type": "own", "auto_map": names})
