@@ -43,6 +43,8 @@ def test_a_rank_that_exchanges_nothing_is_alone_with_its_rows():
         assert (group.rank, group.size, group.own.rank) == (2, 4, 2)
         assert group.rows_of(10) == rows
     assert RankGroup(2, 4, mesh=Mesh((RankPlace(2, num_stages=5),))).own.num_stages == 5
+    for size in (1, 2, 3):
+        assert [RankGroup(rank, size).own.rank for rank in range(size)] == [*range(size)]
     alone.share_rows_among(3)
     assert alone.rows_of(10) == 10
     assert alone.all_gather("a") == alone.gather("a") == alone.all_to_all(("a",)) == ["a"]
