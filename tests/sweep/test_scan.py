@@ -451,9 +451,13 @@ def test_warnings_of_the_same_kind_come_once_and_nothing_stays(run, tmp_path, ca
 
 
 @pytest.mark.parametrize("name", ["tokens", "splits"])
-def test_sizes_are_whole_numbers(run, tmp_path, name):
-    with pytest.raises(ValueError, match=f"{name} must be a whole number"):
-        scan_run(run, tmp_path, **{name: 0})
+def test_sizes_are_whole_numbers_which_is_looked_at_before_anything_is_loaded(tmp_path, name):
+    loaded = []
+    checkpoints = [Checkpoint(3, lambda: loaded.append(3))]
+    with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1, got 0"):
+        scan(None, checkpoints, **SMALL | {"directory": tmp_path / "scan", name: 0})
+    assert not loaded
+    assert not (tmp_path / "scan").exists()
 
 
 def test_a_scan_measures_as_a_monitor_does_by_default(tmp_path, monkeypatch):
