@@ -194,3 +194,10 @@ def test_arguments_that_a_monitor_cannot_use_are_refused_in_one_line(build, word
     with pytest.raises((ValueError, TypeError), match=words) as error:
         build()
     assert "\n" not in str(error.value)
+
+
+def test_a_step_may_be_as_large_as_a_record_holds():
+    monitor = Monitor(PlainDecoder(), directory=None, schedule=1, checks=None)
+    for step in (126, 2**62, 2**63 - 1):
+        monitor.advance(step)
+        assert monitor.is_due(step)
