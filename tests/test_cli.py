@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import geomon
 from geomon import METRICS, read, scan
-from geomon.cli import make_app
+from geomon.cli import main, make_app
 from geomon.sweep import text_windows
 from support.models import batch, transformer
 
@@ -119,6 +119,13 @@ def test_without_transformers_it_says_what_to_install(run, tmp_path, monkeypatch
     result = invoke("scan", run, "--inputs", run / "ids.pt", "--directory", tmp_path / "scan")
     assert result.exit_code == 2
     assert "pip install transformers accelerate" in result.stderr.splitlines()[-1]
+
+
+def test_without_typer_the_command_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    words = r"needs typer and rich \(.*\): pip install rich typer plotext$"
+    with pytest.raises(SystemExit, match=words):
+        main()
 
 
 def test_metrics_are_listed_with_the_default_ones_first(monkeypatch):

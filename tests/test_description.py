@@ -1,4 +1,6 @@
 import functools
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +34,8 @@ def test_it_prints_in_aligned_columns_without_running_the_model():
         ]
     )
     assert repr(describe(model)) == str(describe(model))
+    with pytest.raises(AttributeError):
+        describe(model).title = "another"
 
 
 def run_twice(model, x):
@@ -86,6 +90,11 @@ CALLED = two(lambda block, x: block.attention(x), attention=Running(
     lambda self, x: self.receptance(x).sigmoid() * self.key(x).cumsum(dim=1),
     **linear("key", "receptance"),
 ))  # fmt: skip
+BY_PRODUCT = two(lambda b, x: (x @ x.mT).softmax(-1) @ x, "one")  # without weights
+# Blocks that are lists of an attention and a layer after it.
+LISTS = nn.ModuleDict({"layers": nn.ModuleList(
+    nn.ModuleList([Running(None, **linear("q_proj", "k_proj")), nn.Linear(8, 8)]) for _ in range(2)
+)})  # fmt: skip
 UNSEEN = two(by_exp, "q_proj", "k_proj", num_heads=2)
 HEADS = nn.ModuleDict({"blocks": nn.ModuleList(
     Running(None, n_head=4, heads=nn.ModuleList(
@@ -100,9 +109,7 @@ UNEVEN = nn.Sequential(*(nn.TransformerEncoderLayer(16, heads, 32) for heads in 
 LEAVE = "layer 0 enters the first block, layers 1 to"
 
 
-@pytest.mark.parametrize(
-    ("model", "inputs", "expected"),
-    [
+CASES = [
         (PlainDecoder(layers=3), batch(), {"hidden states": f"{LEAVE} 3 leave the blocks"}),
         (LOOPED, None, {"hidden states": f"{LEAVE} 3 leave the blocks"}),
         (LOOPED, batch(),
@@ -134,8 +141,13 @@ LEAVE = "layer 0 enters the first block, layers 1 to"
         (TO_BOTH, CONTEXT, {
             "attention": "4 heads, through",
             "further attention": "attn2: to keys of another source, 4 heads"}),
-    ],
-)  # fmt: skip
+        (BY_PRODUCT, X, {"Q, K projected": "not found in this pass"}),
+        (LISTS, None, {"hidden states": "layers 0 to 1 enter the blocks, which are lists of"}),
+        (TO_BOTH, None, {"further attention": "attn2: seen as it runs"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "inputs", "expected"), CASES)
 def test_rows_say_what_is_known_before_and_after_a_pass(model, inputs, expected):
     shown = describe(model, inputs)
     for label, words in expected.items():
@@ -176,6 +188,18 @@ def test_stacks_are_described_one_after_the_other():
         f"not seen           token ids of the decoder: {ids}",
         "                   the hidden states' shape",
     ]
+
+
+APPROVED = Path(__file__).parent / "data" / "descriptions.txt"
+
+
+def test_whole_descriptions_are_as_approved():
+    """After a change that is meant: `APPROVE=1 pytest tests/test_description.py`; look at it."""
+    pages = [str(describe(model, inputs)) for model, inputs, _ in CASES]
+    text = "\n\n".join(pages).replace(searched_by(torch.device("cpu")), "...") + "\n"
+    if "APPROVE" in os.environ:
+        APPROVED.write_text(text)
+    assert text.split("\n\n") == APPROVED.read_text().split("\n\n")
 
 
 def test_a_hybrid_says_how_many_of_its_blocks_attend():

@@ -1,6 +1,8 @@
+import copy
 import functools
 import logging
 import math
+import os
 import sys
 import types
 from typing import NamedTuple
@@ -96,6 +98,18 @@ def test_other_callbacks_and_the_history_get_nothing(tmp_path, capsys):
     assert "variance" not in capsys.readouterr().out
 
 
+def test_a_copy_of_the_callback_is_as_before_a_training(tmp_path):
+    monitor = GeometryMonitor(**FEW)
+    assert math.isnan(monitor.overhead)
+    fit(tmp_path, [monitor], steps=2)
+    assert 0 < monitor.overhead < 1
+    copied = copy.deepcopy(monitor)
+    assert math.isnan(copied.overhead)
+    assert vars(copied) == vars(monitor) | {
+        "_session": copied._session, "_loss": None, "_hook": None,
+    }  # fmt: skip
+
+
 def test_a_callback_that_is_given_twice_is_refused_and_two_folders_are_not(tmp_path):
     with pytest.raises(ValueError, match=r"two monitors .* at once: .* its callback once"):
         fit(tmp_path, [GeometryMonitor(**FEW), GeometryMonitor(**FEW)], steps=2)
@@ -150,6 +164,25 @@ def test_a_service_gets_the_values_by_its_own_functions_or_is_named(
     charts = charts_of(record)
     for reading, (_, values) in zip(record, rows, strict=False):
         assert charts.select(reading).items() <= values.items()
+
+
+@pytest.mark.parametrize("named", ["", "board"])
+def test_event_files_lie_inside_the_folder_of_the_trainers_own_ones(tmp_path, monkeypatch, named):
+    """Those of an earlier training of this process do not count, nor files of geomon."""
+    root = tmp_path / (named or "run/runs")
+    if named:
+        monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(root))
+    name = f"events.out.tfevents.1.host.{os.getpid()}.0"
+    for folder, written in (("old", 1.0), ("later/geomon", 4e9)):
+        (root / folder).mkdir(parents=True)
+        (root / folder / name).touch()
+        os.utime(root / folder / name, (written, written))
+    fit(tmp_path / "run", [GeometryMonitor(**FEW)], steps=1, report_to="tensorboard")
+    made = {file.parent for file in tmp_path.rglob("events.out.tfevents.*")}
+    own = made - {root / "old", root / "later" / "geomon"}
+    (of_trainer,) = (folder for folder in own if folder.name != "geomon")
+    assert own == {of_trainer, of_trainer / "geomon"}
+    assert of_trainer.is_relative_to(root)
 
 
 class Stop(TrainerCallback):
@@ -381,18 +414,21 @@ def test_whatever_a_trainer_does_a_monitor_changes_nothing_and_reads_its_passes(
     assert options is not VALIDATED or all(each.values["ids/layer_01"] > 1 for each in record)
 
 
-@pytest.mark.parametrize(("devices", "steps"), [(1, [0]), (2, [])])
+@pytest.mark.parametrize(
+    ("devices", "options", "steps"),
+    [(0, {}, [0]), (1, {}, [0]), (2, {}, []), (3, {}, []), (2, {"probe": batch()}, [0])],
+)
 def test_another_loop_may_send_the_events_but_with_no_copies_of_the_model_in_threads(
-    tmp_path, caplog, devices, steps
+    tmp_path, caplog, devices, options, steps
 ):
     """Several GPUs in one process: a stand-in for `forward` would run the wrong copy."""
-    trainer = trainer_of(tmp_path, [GeometryMonitor(**FEW)], steps=2)
+    trainer = trainer_of(tmp_path, [GeometryMonitor(**FEW | options)], steps=2)
     trainer.args._n_gpu = devices
     send, told = trainer.callback_handler, (trainer.args, trainer.state, trainer.control)
     with caplog.at_level(logging.WARNING):
         send.on_train_begin(*told)
         send.on_step_begin(*told)
-    assert ("DataParallel" in caplog.text) == (devices > 1)
+    assert ("DataParallel" in caplog.text) == (not steps)
     trainer.model(batch())
     assert not any(map(sum, fingerprint(trainer.model)["hooks"]))
     for event in (send.on_pre_optimizer_step, send.on_step_end, send.on_train_end):

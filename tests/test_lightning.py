@@ -3,6 +3,7 @@
 import copy
 import csv
 import gc
+import math
 
 import lightning as L
 import pytest
@@ -91,6 +92,19 @@ def test_early_stopping_on_a_headline_value_outlives_a_resume(tmp_path, known):
     value = read(tmp_path)[0].values["variance/mean"] if known else None
     assert torch.load(path, weights_only=True).get("geomon", {}).get(name) == value
     assert before == (pytest.approx(value, rel=1e-6) if known else None)
+
+
+def test_a_copy_of_the_callback_has_no_method_of_a_module(tmp_path):
+    """Lightning lends its callbacks the methods by which a module logs."""
+    monitor = GeometryMonitor(**FEW)
+    assert math.isnan(monitor.overhead)
+    in_lightning(Learner(), None, tmp_path, callbacks=[monitor], steps=2)
+    assert 0 < monitor.overhead < 1
+    monitor.log, monitor.log_dict = print, print
+    copied = copy.deepcopy(monitor)
+    assert not vars(copied).keys() & {"log", "log_dict"}
+    assert vars(copied).keys() == vars(monitor).keys() - {"log", "log_dict"}
+    assert math.isnan(copied.overhead)
 
 
 def test_values_of_one_training_are_not_those_of_the_next(tmp_path):

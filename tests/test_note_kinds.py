@@ -70,3 +70,36 @@ def test_a_note_of_a_record_equals_the_note_that_was_written():
 def test_notes_are_one_if_stack_kind_and_subject_are(other, is_same):
     note = Note(NoteKind.PADDING, "half is padding", "encoder", about="mask")
     assert (msgspec.structs.replace(note, **other).key == note.key) is is_same
+
+
+# Opening and sentence; the line of at most 100 characters, and the rest. A line is cut at a space.
+LINES = [
+    ("", "x" * 100, "x" * 100, "more"),
+    ("", "x" * 101, "x" * 96 + " ...", "... xxxxx; more"),
+    ("", "x" * 96 + " yyyy", "x" * 96 + " ...", "... yyyy; more"),
+    ("", "x" * 97 + " yyyy", "x" * 96 + " ...", "... x yyyy; more"),
+    ("at: ", "x" * 101, "at: " + "x" * 92 + " ...", "... xxxxxxxxx; more"),
+    ("at: ", "x " + "y" * 99, "at: x ...", f"... {'y' * 99}; more"),
+    ("at: ", "x" * 96, "at: " + "x" * 96, "more"),
+]
+
+
+@pytest.mark.parametrize(("opening", "text", "line", "more"), LINES)
+def test_the_line_of_a_note_has_a_hundred_characters_at_most(opening, text, line, more):
+    note = Note("a", text, more="more")
+    assert note.lines(opening) == (line, more)
+    assert note.words() == f"{text}; more"
+    assert len(line) <= 100
+    of_stack = msgspec.structs.replace(note, stack=text[:1], text=text[3:], more="")
+    assert of_stack.words() == f"{text[:1]}: {text[3:]}"
+
+
+def test_a_note_is_plain_unless_it_says_otherwise():
+    note = Note("a", "{n} rows{where}", layers=(1, 12), numbers={"n": 3})
+    assert (note.is_error, note.is_odd, note.is_alert) == (False, False, False)
+    assert Note("a", "b", advice="c").is_alert
+    assert note.words() == "3 rows, layer 1, 12"
+    assert Note("a", "{n} rows{where}", layers=(1, 12)).words() == "{n} rows{where}"
+    assert Note("a", "rows{where}", layers=(1, 12)).words() == "rows, layer 1, 12"
+    assert Note("a", "{n} rows", numbers={"n": 3}).words() == "3 rows"
+    assert Note("a", "{n} rows").words() == "{n} rows"

@@ -1,4 +1,5 @@
 import copy
+import inspect
 import json
 import math
 import pickle
@@ -7,7 +8,8 @@ import re
 import pytest
 import torch
 
-from geomon import METRICS, at_last, geometry, measure, select
+from geomon import METRICS, Memory, Monitor, at_last, geometry, measure, select
+from geomon.monitor.options import MonitorOptions, declared
 from support.models import PlainDecoder, batch
 
 
@@ -84,6 +86,38 @@ IDS = torch.arange(600) % 50
 def test_what_cannot_be_measured_is_refused(given, options, words):
     with pytest.raises(ValueError, match=words):
         geometry(*given, **options)
+
+
+@pytest.mark.parametrize(
+    ("largest", "is_taken"),
+    [(2.0**199, True), (2.0**200, False), (2.0**-201, True), (2.0**-202, False)],
+)
+def test_numbers_are_taken_as_far_as_their_fourth_powers_fit(largest, is_taken):
+    rows, metrics = torch.zeros(3, 2).double(), {"width": lambda hidden: 1.0 * hidden.shape[1]}
+    rows[1, 1] = -largest
+    if is_taken:
+        assert geometry(rows, metrics=metrics) == {"width": 2.0}
+    else:
+        with pytest.raises(ValueError, match=r"scale the rows$"):
+            geometry(rows, metrics=metrics)
+
+
+@pytest.mark.parametrize("options", [{"seed": 0}, {"seed": 3, "splits": 2}, {"queries": 20}])
+def test_a_model_is_measured_as_a_probe_of_a_monitor_measures_it(options):
+    model, inputs, memory = PlainDecoder(), batch(8, 24), Memory()
+    own = {"metrics": select("twonn", "qk_cosine"), "tokens": 64, "blocks": r"blocks\.[01]"}
+    own |= options
+    with Monitor(model, directory=None, sinks=[memory], **own) as monitor:
+        monitor.probe(0, inputs)
+    (reading,) = memory.readings
+    expected = {t: x for t, x in reading.values.items() if not t.startswith("geomon/")}
+    assert measure(model, inputs, **own) == expected
+    assert measure(model, inputs, **own | {"seed": 9}) != expected
+    of_monitor = declared(MonitorOptions)
+    for function, names in ((measure, own), (geometry, ("metrics", "queries", "seed"))):
+        taken = inspect.signature(function).parameters
+        for name in names:
+            assert taken[name].default == of_monitor[name].default
 
 
 @pytest.mark.parametrize(("name", "least"), [("tokens", 1), ("splits", 1), ("queries", 3)])

@@ -4,10 +4,10 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -121,11 +121,10 @@ def hub_checkpoints(model: str, revisions: Sequence[str] = ("main",)) -> list[Ch
     )
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A checkpoint whose step may be unknown, -1."""
+class _Found(NamedTuple):
+    """A checkpoint whose step may be unknown, None."""
 
-    step: int
+    step: int | None
     load: Callable[[], Mapping[str, Any] | nn.Module]
     name: str
     place: str | Path
@@ -133,18 +132,16 @@ class _Found:
 
 def _in_order(found: Iterable[_Found]) -> list[Checkpoint]:
     """Return checkpoints by step; of several with one step, the first."""
-    checkpoints = [
-        Checkpoint(each.step, each.load, each.name, _absolute(each.place)) for each in found
-    ]
-    if len(checkpoints) == 1:
-        return [replace(each, step=max(each.step, 0)) for each in checkpoints]
-    unknown = [each.name for each in checkpoints if each.step < 0]
-    if unknown:
-        raise ValueError(
-            f"the step of {unknown[0]} is unknown: expected it in the name (checkpoint-500, "
-            "step1000) or in the checkpoint; in Python, pass a Checkpoint(step, load) for each"
-        )
-    by_step = {each.step: each for each in reversed(checkpoints)}
+    every = [*found]
+    by_step: dict[int, Checkpoint] = {}
+    for each in every:
+        step = 0 if each.step is None and len(every) == 1 else each.step
+        if step is None:
+            raise ValueError(
+                f"the step of {each.name} is unknown: expected it in the name (checkpoint-500, "
+                "step1000) or in the checkpoint; in Python, pass a Checkpoint(step, load) for each"
+            )
+        by_step.setdefault(step, Checkpoint(step, each.load, each.name, _absolute(each.place)))
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -166,21 +163,21 @@ def _loads(folder: Path, base: str | os.PathLike[str] | None) -> Callable[[], nn
     return partial(merged_model, os.fspath(named), folder)
 
 
-def _step_of_folder(folder: Path) -> int:
+def _step_of_folder(folder: Path) -> int | None:
     try:
         return int(json.loads((folder / "trainer_state.json").read_text())["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
         return _step_in(folder.name)
 
 
-def _step_of_file(path: Path) -> int:
+def _step_of_file(path: Path) -> int | None:
     try:
         return int(read_file(path)["global_step"])
     except (ValueError, LookupError, TypeError):  # reported when it is loaded
         return _step_in(path.name)
 
 
-def _step_in(name: str) -> int:
-    """Return the step at the end of a name, or -1."""
+def _step_in(name: str) -> int | None:
+    """Return the last step in a name, or None."""
     steps = _STEP.findall(name)
-    return int(steps[-1]) if steps else -1
+    return int(steps[-1]) if steps else None

@@ -14,6 +14,7 @@ from geomon.distributed import (
     find_ranks,
     join_ranks,
 )
+from geomon.distributed.mesh import Mesh, RankPlace
 from geomon.distributed.packing import pack, unpack
 
 # -- shares ----------------------------------------------------------------------------------------
@@ -32,6 +33,67 @@ def test_ranks_that_give_no_rows_leave_theirs_to_the_others():
     assert group.rows_of(10) == 3
     group.share_rows_among(6)
     assert group.rows_of(10) == 2
+
+
+def test_a_rank_that_exchanges_nothing_is_alone_with_its_rows():
+    alone, with_others = RankGroup(2, 4), RankGroup(2, 4, object())
+    for group, counts, rows in ((alone, (1, 0, 0, 1, 0), 10), (with_others, (4, 2, 2, 4, 3), 2)):
+        own = group.members, group.place, group.data_rank, group.data_size, group.data_rank_of(3)
+        assert own == counts
+        assert (group.rank, group.size, group.own.rank) == (2, 4, 2)
+        assert group.rows_of(10) == rows
+    assert RankGroup(2, 4, mesh=Mesh((RankPlace(2, num_stages=5),))).own.num_stages == 5
+    for size in (1, 2, 3):
+        assert [RankGroup(rank, size).own.rank for rank in range(size)] == [*range(size)]
+    alone.share_rows_among(3)
+    assert alone.rows_of(10) == 10
+    assert alone.all_gather("a") == alone.gather("a") == alone.all_to_all(("a",)) == ["a"]
+    assert alone.broadcast("a") == "a"
+    assert alone.meet(3, "a") == ["a"]
+    assert alone.why_not_connected is None
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (RuntimeError("a rank is gone. Details\nfollow"), (RanksLostError, "^a rank is gone$")),
+        (ValueError("not to be sent. Ever"), (ValueError, r"^not to be sent\. Ever$")),
+    ],
+)
+def test_an_exchange_that_fails_is_a_lost_rank_unless_the_value_is_at_fault(
+    monkeypatch, error, raised
+):
+    def fails(*given, group):
+        raise error
+
+    monkeypatch.setattr(dist, "all_gather_object", fails)
+    with pytest.raises(raised[0], match=raised[1]):
+        RankGroup(0, 2, object()).all_gather("one")
+
+
+@pytest.mark.parametrize(("asked", "limit"), [(60, 60), (1000, 300)])
+def test_ranks_that_cannot_be_connected_are_left_alone_with_a_warning(
+    monkeypatch, caplog, asked, limit
+):
+    """At most half of the time is waited that torch waits, which is 600 s if it is not known."""
+    given = {}
+
+    def refuse(**options):
+        given.update(options)
+        raise RuntimeError("no such backend")
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(dist, "new_group", refuse)
+    place = RankPlace(1, stages=(1,), num_stages=2)
+    group = join_ranks(place, {"tokens": 3}, timeout=asked)
+    assert (group.rank, group.size, group.connected, group.own) == (1, 3, False, place)
+    assert given["timeout"].total_seconds() == limit
+    assert (given["backend"], given["group_desc"]) == ("gloo", "geomon")
+    (said,) = caplog.messages
+    assert "no gloo group could be made" in said
+    assert said.endswith("(no such backend)")
 
 
 # -- what ranks say to one another -----------------------------------------------------------------

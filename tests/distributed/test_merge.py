@@ -181,6 +181,13 @@ def test_weights_are_equal_on_all_ranks_so_the_first_rank_that_read_them_is_enou
 # -- stages of a pipeline --------------------------------------------------------------------------
 
 
+def test_later_stages_whose_tokens_nobody_knows_keep_their_rows():
+    parts = [rows_of_rank(*rows, elsewhere=True, views=["hidden"]) for rows in ((5, 1), (3, 0))]
+    found = merge_layers(parts)
+    check(found, {"hidden": HIDDEN[[0, 1, 3, 5]]})
+    assert found.part.rows.tolist() == [0, 1, 3, 5]
+
+
 def first_stage(*rows, view="token_ids"):
     """A rank of the first stage, which knows the tokens of some rows; later stages do not."""
     index = torch.tensor(rows)

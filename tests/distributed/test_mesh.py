@@ -1,8 +1,13 @@
 """The places of ranks in a mesh, in words and in numbers; no rank is started."""
 
-import pytest
+from types import SimpleNamespace
 
-from geomon.distributed.mesh import Mesh, RankPlace
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from geomon.distributed.mesh import Mesh, RankPlace, find_place
 
 
 def tensor(rank, *ranks, **more):
@@ -62,6 +67,7 @@ FACTS = {
     "one rank": (lambda: (Mesh().data_ranks, Mesh().difference(), Mesh().blocks_around(0, "")),
                  ((0,), None, (0, 0))),
     "the place of one": (lambda: Mesh().places, (RankPlace(0, stages=(0,), num_stages=1),)),
+    "equal ones": (lambda: len({Mesh(), Mesh(), RankPlace(2), RankPlace(2)}), 2),
     "three": (lambda: THREE.data_ranks, (0, 1, 2)),
     "pairs": (lambda: (PAIRS.data_ranks, PAIRS.data_size), ((0, 0, 1, 1), 2)),
     "crossed": (lambda: (CROSSED.data_ranks, CROSSED.data_size), ((0, 1, 0, 1), 2)),
@@ -92,6 +98,51 @@ def test_a_rank_knows_which_part_of_the_model_it_has(place, numbers, part):
     assert place.part() == part
     said = f"only the part of the model on rank {place.rank} is measured: {part}"
     assert [note.words() for note in place.notes_alone()] == [said] * (not place.is_whole)
+
+
+def of_mesh(ranks, at, names=None, *, placements=(), hidden=False):
+    """A module with a parameter that is sharded over a mesh, at a place in it."""
+    mesh = SimpleNamespace(
+        mesh=torch.tensor(ranks), ndim=torch.tensor(ranks).ndim, mesh_dim_names=names,
+        get_coordinate=lambda: at,
+    )  # fmt: skip
+    weight = nn.Parameter(torch.zeros(3))
+    if hidden:  # as DDP keeps it
+        weight._st_info = SimpleNamespace(mesh=mesh, placements=placements)
+    else:
+        weight.device_mesh, weight.placements = mesh, placements
+    module = nn.Linear(2, 2)
+    module.weight = weight
+    return module
+
+
+SQUARE_OF_RANKS = [[0, 1], [2, 3]]
+# Modules; the ranks that share them, and the name of that dimension.
+SHARED = [
+    ([nn.Linear(2, 2)], (), ""),
+    ([of_mesh([0, 2], (1,), ("tp",))], (0, 2), "tp"),
+    ([of_mesh([0, 2], (1,))], (0, 2), ""),
+    ([of_mesh([0, 2], (1,), ("tp",), hidden=True)], (0, 2), "tp"),
+    ([of_mesh([2], (0,), ("tp",))], (), ""),
+    ([of_mesh([0, 1], None, ("tp",))], (), ""),  # of other ranks
+    ([of_mesh(SQUARE_OF_RANKS, (1, 0), ("a", "b"))], (0, 1, 2, 3), "a, b"),
+    ([of_mesh([0, 2], (1,), ("a",)), of_mesh([0, 1, 2], (2,), ("b",))], (0, 1, 2), "b"),
+    ([of_mesh([0, 1, 2], (2,), ("b",)), of_mesh([0, 2], (1,), ("a",))], (0, 1, 2), "b"),
+]
+
+
+@pytest.mark.parametrize(("parts", "ranks", "name"), SHARED, ids=range(len(SHARED)))
+def test_a_rank_finds_those_that_share_its_weights_and_its_pipeline(
+    monkeypatch, parts, ranks, name
+):
+    assert find_place(parts) == RankPlace()  # alone
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 2)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [2, group])
+    assert find_place(parts) == RankPlace(2, tensor=ranks, tensor_name=name)
+    stages = [SimpleNamespace(stage_index=n, group=7, num_stages=5) for n in (1, 3)]
+    found = find_place(parts, stages)
+    assert found == RankPlace(2, ranks, name, pipeline=(2, 7), stages=(1, 3), num_stages=5)
 
 
 @pytest.mark.parametrize(("place", "ranks", "words"), WORDS)

@@ -122,7 +122,7 @@ def unseen(index=None):
 
 STEP, BOOM = {"about": [(5, "train"), (5, "probe")]}, ValueError("boom")
 FEWER = [snapshot(1.0, layers=2)]
-# Snapshots of ranks, options; the beginning of the error that each rank raises.
+# Snapshots of ranks, options; the error that each rank raises.
 REFUSED = {
     "one fails": ([[snapshot(1.0)], BOOM, [snapshot(1.0)]], {}, "rank 1: ValueError: boom"),
     "two fail": (
@@ -130,7 +130,8 @@ REFUSED = {
     ),
     "passes of other layers": (
         [[snapshot(1.0), *FEWER], [snapshot(3.0)]], {},
-        "rank 0: ValueError: the batches of a reading have different layers (3, 2 of them)",
+        "rank 0: ValueError: the batches of a reading have different layers (3, 2 of them): "
+        "expected batches on which the model runs the same blocks",
     ),
     "another source": (
         [[snapshot(1.0)]] * 2, STEP,
@@ -140,9 +141,16 @@ REFUSED = {
     "other layers": (
         [[snapshot(1.0)], [snapshot(1.0)], FEWER], {},
         "rank 2 has 2 layers, from 'blocks.0' to 'blocks.1', but rank 0 has 3, from 'blocks.0' "
-        "to 'blocks.2'",
+        "to 'blocks.2': ranks that have the same blocks must run the same ones, or use "
+        "gather=False",
     ),
-    "no share can be taken": ([[snapshot(1.0)], [without_mask()]], {}, "rank 1: "),
+    "three fail": (
+        [BOOM, BOOM, OSError()], {}, "rank 0: ValueError: boom (and 2 other ranks)"
+    ),
+    "no share can be taken": (
+        [[snapshot(1.0)], [without_mask()]], {},
+        "rank 1: TypeError: ",
+    ),
 }  # fmt: skip
 
 
@@ -151,7 +159,10 @@ def test_every_rank_raises_the_error_of_one_that_has_nothing_and_none_waits(name
     seen, options, words = REFUSED[name]
     found = together(seen, **options)
     assert all(isinstance(error, RankFailedError) for error in found)
-    assert [str(error)[: len(words)] for error in found] == [words] * len(seen)
+    said = [str(error) for error in found]
+    if words.endswith(": "):  # then torch says why
+        said = [each[: len(words)] for each in said]
+    assert said == [words] * len(seen)
 
 
 def test_one_process_raises_its_own_error():
@@ -161,27 +172,46 @@ def test_one_process_raises_its_own_error():
 
 
 NOTE, ALIKE = Note("padding", "half is padding", layers=(1,)), " (and 1 other ranks alike)"
-SAME = "had the same tokens as rank"
-OTHERS = "rank 1 received other tokens than rank 0, although they share one model"
+OTHERS = (
+    "rank 1 received other tokens than rank 0, although they share one model: their rows and heads "
+    "do not belong together. Look at the data loader: ranks of one tensor-parallel group need the "
+    "same batches"
+)
+
+
+def same(rank, other, more=""):
+    return (
+        f"rank {rank} had the same tokens as rank {other}{more}: they are counted once, and if the "
+        "ranks share heads (in a tensor-parallel model without DTensors), only the heads of rank "
+        f"{other} were measured. If each rank should have tokens of its own, look at the data "
+        "loader"
+    )
+
+
 TWO = Mesh(tuple(RankPlace(rank, tensor=(0, 1)) for rank in range(2)))
 LOSSES = [MeanLoss(1.0, 1), MeanLoss(2.0, 3)]
-# Snapshots of ranks, options; rows of layer 1, kinds of notes, and the beginning of the first.
+# Snapshots of ranks, options; rows of layer 1, kind of the note if there is one, and its words.
 SAID = {
     "copies": ([of_batch("x")] * 2, {"same_inputs": True}, [1], [], ""),
     "copies that differ": (
         [of_batch("x"), of_batch("y", 2.0)], {"same_inputs": True}, [1], ["probes differ"],
-        "the ranks ",
+        "the ranks probe with different inputs: rank 0's were measured",
     ),
     "the same tokens on two": (
         [of_batch("x")] * 2, {}, [1], ["ranks with the same tokens"],
-        f"rank 1 {SAME} 0: they are",
+        same(1, 0),
     ),
     "the same tokens on some": (
         [of_batch(b) for b in ("x", "y", "x", "x")], {}, [1, 1], ["ranks with the same tokens"],
-        f"rank 2 {SAME} 0{ALIKE}",
+        same(2, 0, ALIKE),
+    ),
+    "the same tokens on ranks but the first": (
+        [of_batch(b, i) for i, b in enumerate("xyzy")], {}, [0, 1, 2],
+        ["ranks with the same tokens"], same(3, 1),
     ),
     "two passes each, the same": (
-        [[*of_batch("x"), *of_batch("y", 2.0)]] * 2, {}, [1, 2], ["ranks with the same tokens"], ""
+        [[*of_batch("x"), *of_batch("y", 2.0)]] * 2, {}, [1, 2], ["ranks with the same tokens"],
+        same(1, 0),
     ),
     "two passes each, one the same": (
         [[*of_batch("x"), *of_batch(b, 2.0)] for b in "yz"], {}, [1, 2, 1, 2], [], ""
@@ -189,7 +219,10 @@ SAID = {
     "two passes each, one unknown": (
         [[*of_batch("x"), *of_batch("", 2.0)]] * 2, {}, [1, 2, 1, 2], [], ""
     ),
-    "other modes": ([of_batch(""), of_batch("", mode="eval")], {}, [1, 1], ["modes"], ""),
+    "other modes": (
+        [of_batch(""), of_batch("", mode="eval")], {}, [1, 1], ["modes"],
+        "some ranks were in train mode and some in eval mode",
+    ),
     "a note of all": (
         [of_batch("", notes=[NOTE])] * 2, {}, [1, 1], ["padding"], "half is padding"
     ),
@@ -198,7 +231,7 @@ SAID = {
         f"rank 1: half is padding{ALIKE}",
     ),
     "one saw nothing": (
-        [[unseen()], of_batch("", 1.0, 2.0)], {}, [1, 2], None,
+        [[unseen()], of_batch("", 1.0, 2.0)], {}, [1, 2], ["not seen on some ranks"],
         "rank 0: nothing was seen: skipped",
     ),
     "one did not see a layer": (
@@ -206,7 +239,7 @@ SAID = {
         "rank 0: blocks.1: no hidden was seen: skipped",
     ),
     "one model, other tokens": (
-        [of_batch("a 1"), of_batch("b 1")], {"mesh": TWO}, [1], None, OTHERS
+        [of_batch("a 1"), of_batch("b 1")], {"mesh": TWO}, [1], ["other tokens"], OTHERS
     ),
     "one model, a note of one": (
         [of_batch("a 1"), of_batch("a 2", notes=[NOTE])], {"mesh": TWO}, [1], ["padding"],
@@ -222,8 +255,21 @@ def test_rows_of_all_ranks_are_measured_and_what_is_odd_is_said(name):
     assert rows_of(found)[1] == [100 + row for row in rows]
     info = found[0].info
     assert (found[0].empty, info.mode) == (False, "train")
-    assert of_kinds in (None, kinds(found))
-    assert words == "" or info.notes[0].words().startswith(words)
+    assert kinds(found) == of_kinds
+    assert [note.words() for note in info.notes] == [words] * bool(words)
+
+
+def test_checksums_of_the_tokens_are_those_of_all_or_none():
+    for given, joined in ((("p", "q"), "p-q"), (("q", "p"), "q-p"), (("p", ""), "")):
+        plain = [snapshot(1.0 + rank) for rank in range(2)]
+        ranks = [
+            [replace(one, info=replace(one.info, token_ids=ids))]
+            for one, ids in zip(plain, given, strict=True)
+        ]
+        assert {each.info.token_ids for each in together(ranks)} == {joined}
+        passes = [one for (one,) in ranks]
+        alone = gather(passes, (0, "train"), RankGroup(), rows=9, queries=8).info
+        assert (alone.token_ids, alone.batch) == (joined, "")
 
 
 def test_if_no_rank_saw_anything_the_reading_is_empty():

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from geomon import Memory, every, select
 from geomon.distributed import RankGroup
 from geomon.monitor import CallbackSession
+from geomon.monitor.held_out import HeldOut
 from support.fingerprint import random_state
 from support.models import VOCABULARY, PlainDecoder, batch
 from support.scenarios import EXTRA, Scenario, Watched, check, probe
@@ -175,6 +176,21 @@ def test_batches_are_taken_once_until_rows_and_sequences_suffice(caplog, name):
     watched = check(scenario, None, caplog)
     assert loader.drawn == taken
     assert len(set(map(mean_of, watched.memory.readings))) == bool(steps)
+
+
+# Rows of batches, rows that are wanted, and how many each batch gives.
+SHARES = [
+    ([4], 4, [4]), ([9], 4, [4]), ([4], 9, [9]), ([100, 10, 100], 110, [50, 10, 50]),
+    ([100, 10, 100], 111, [51, 10, 50]), ([5, 5, 5, 5], 2, [1, 1, 1, 1]), ([3, 3], 7, [4, 3]),
+    ([1, 8, 2], 7, [1, 4, 2]), ([10, 1, 10], 42, [20, 2, 20]), ([2, 2, 2], 4, [2, 1, 1]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "wanted", "shares"), SHARES)
+def test_batches_give_as_many_rows_each_as_far_as_they_have_them(rows, wanted, shares):
+    held_out = HeldOut([])
+    held_out.rows = rows
+    assert held_out.shares(wanted) == shares
 
 
 def read_of(loader, model=PlainDecoder, **options):

@@ -1,9 +1,14 @@
 """People type and see names in place of functions, `with Monitor(...)`, one-line reprs."""
 
-import pytest
+import platform
 
-from geomon import Memory, Monitor, read
+import msgspec
+import pytest
+import torch
+
+from geomon import METRICS, Memory, Monitor, __version__, every, read
 from geomon.analysis import find_phase
+from geomon.metrics import searched_by
 from support.models import PlainDecoder, batch
 
 
@@ -26,6 +31,31 @@ def test_metrics_by_name_and_a_schedule_by_number(tmp_path):
     assert recorded[-1].values == monitor.latest.values
     run = recorded.runs[0]
     assert (list(run["metrics"]), run["schedule"]) == (options["metrics"], "every(steps=2)")
+
+
+def test_a_run_is_described_by_all_that_its_values_hang_on(tmp_path):
+    model, largest = PlainDecoder(), 2**63 - 1  # larger numbers are no numbers to JSON readers
+    settings = {"rate": 0.5, "flag": True, "kind": None, "at": {"low": -largest, "b": {"c": 3}}}
+    settings |= {"large": largest + 1, "small": -largest - 1, "long": "x" * 201}
+    options = {"tokens": 300, "splits": 2, "queries": 77, "seed": 5, "device": "cpu"}
+    options |= {"metrics": ["twonn", "qk_cosine"], "schedule": every(7), "settings": settings}
+    with Monitor(model, directory=tmp_path, **options, probe=len) as monitor:
+        found = monitor.describe()
+        monitor.probe(3, batch(2, 4))
+    assert found == {
+        "geomon": __version__, "python": platform.python_version(), "torch": torch.__version__,
+        "model": "PlainDecoder", "parameters": sum(w.numel() for w in model.parameters()),
+        "layers": ["blocks.0", "blocks.1", "blocks.2"],
+        "metrics": {name: msgspec.to_builtins(METRICS[name].text) for name in options["metrics"]},
+        "schedule": "every(steps=7)", "probe": "a function", "tokens": 300, "splits": 2,
+        "queries": 77, "seed": 5, "world_size": 1, "gather": False, "mesh": "1 rank",
+        "device": "cpu", "search": searched_by(torch.device("cpu")),
+        "training/rate": 0.5, "training/flag": True, "training/kind": "None",
+        "training/at/low": -largest, "training/at/b/c": 3, "training/large": str(2**63),
+        "training/small": str(-(2**63)), "training/long": "x" * 200,
+    }  # fmt: skip
+    (run,) = read(tmp_path).runs
+    assert run == found | {"from_step": 3, "time": run["time"]}
 
 
 def test_the_monitor_is_closed_whatever_ends_the_with():

@@ -1,6 +1,7 @@
 """A look holds few tensors of a training, and not for long."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -68,3 +69,17 @@ def test_rows_are_released_before_the_next_step_and_no_tensor_waits_for_the_coll
         left.append(long_tensors(model))
     monitor.close()
     assert left == [[]] * 3
+
+
+@pytest.mark.parametrize("look", ["reading", "check"])
+def test_inputs_that_an_alert_may_show_are_released_with_the_look(without_collector, look):
+    model = PlainDecoder(width=8, layers=2, heads=2)
+    options = {"metrics": ["variance", "max_logit"], "directory": None, "on_alert": print}
+    with Monitor(model, **options | LOOKS[look]) as monitor:
+        for step in range(2):
+            ids = torch.randint(0, 50, (4, 8))
+            left = weakref.ref(ids)
+            with torch.no_grad(), monitor(step):
+                model(ids)
+            del ids
+            assert left() is None

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from geomon import METRICS, Memory, Monitor, read, select
+from geomon import METRICS, Memory, Monitor, every, read, select
 from geomon.capture import Window
 from geomon.capture.observer import PassObserver
 from geomon.distributed import RankGroup
 from geomon.metrics import Evaluator, searched_by
-from support.models import PlainDecoder, batch
+from support.models import PlainBlock, PlainDecoder, batch
 from support.scenarios import FEW, Watched, step
 
 
@@ -161,7 +161,7 @@ def test_every_second_that_geomon_takes_counts_once_and_none_of_the_models(
 UNCLOSED = """
 import atexit, multiprocessing, sys, time
 from pathlib import Path
-from support.models import PlainDecoder, batch
+from support.models import PlainBlock, PlainDecoder, batch
 from geomon import Memory, Monitor, every
 from geomon.metrics import Evaluator
 
@@ -258,3 +258,54 @@ def test_without_gathering_every_rank_runs_the_passes_whatever_the_record_holds(
         step(number, force=True)(resumed)
     assert len(passes) == 2
     assert [reading.step for reading in read(tmp_path)] == ([0, 3, 4] if rank == 0 else [0, 3])
+
+
+def test_of_ranks_that_exchange_nothing_the_first_alone_is_due(tmp_path, monkeypatch):
+    """The others make the passes of a probe, as a sharded model needs, and measure nothing."""
+    for rank in range(2):
+        given = {"ranks": lambda rank=rank: RankGroup(rank, 2), "gather": False}
+        watched = Watched(None, monkeypatch, schedule=every(1), checks=None, **given)
+        watched.monitor.advance(1)
+        assert watched.monitor.is_due(1) == watched.monitor.is_due(1, force=True) == (rank == 0)
+        assert watched.monitor.is_due(1, source="probe", force=True)
+        watched.step(1)
+        watched.monitor.probe(2, batch())
+        assert watched.shown == [1, 2] * (rank == 0)
+
+
+class Skipping(PlainBlock):
+    """A block whose attention may be skipped."""
+
+    skips = False
+
+    def forward(self, x):
+        return x + self.mlp(self.ln_2(x)) if self.skips else super().forward(x)
+
+
+# Whether attention is skipped at each step, and errors are raised; steps that fail and are read.
+PASSES = [
+    ((True, True), True, [0, 1], []), ((True, True), False, [], [0, 1]),
+    ((False, True), True, [], [0, 1]), ((False, True), False, [], [0, 1]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("course", "strict", "fails", "reads"), PASSES)
+def test_the_first_pass_must_show_all_views_and_later_ones_need_not(
+    course, strict, fails, reads, caplog
+):
+    model, sink = PlainDecoder(block=lambda: Skipping(32, 4, 0.0)), Memory()
+    given = {"metrics": select("variance", "attention_entropy"), "schedule": every(1)}
+    failed, words = [], "not seen in the first pass that was watched: attention at blocks.0"
+    with Monitor(model, directory=None, sinks=[sink], strict=strict, **given) as monitor:
+        for step, skips in enumerate(course):
+            for block in model.blocks:
+                block.skips = skips
+            try:
+                with torch.no_grad(), monitor(step):
+                    model(batch())
+            except RuntimeError as error:
+                failed.append((step, str(error)[: len(words)]))
+    assert failed == [(step, words) for step in fails]
+    assert [reading.step for reading in sink.readings] == reads
+    warned = [text for text in caplog.messages if text.startswith(words)]
+    assert len(warned) == (course[0] and not strict)

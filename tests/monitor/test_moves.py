@@ -98,7 +98,8 @@ def alerts_of(move, model=None, tmp_path=None, **options):
     with Monitor(model, directory=tmp_path, on_alert=told.append, **given | options) as monitor:
         for step in range(STEPS):
             with torch.no_grad(), monitor(step):
-                model(batch(4, 8))
+                if step % 20 == 0:  # what is not read costs only time
+                    model(batch(4, 8))
             move(model, step)
     return told
 
@@ -125,6 +126,28 @@ def test_frozen_weights_need_not_move_unless_they_did_train():
         moving("blocks.1." if step >= 40 else "no")(model, step)
 
     assert [(alert.step, alert.layers) for alert in alerts_of(frozen_later)] == [(80, (2,))]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "found"),
+    [
+        ((3, 7, 0, 0, 0, 0), [(120, "in 80 steps; kinds.weight")]),  # 5 in 20 steps: 20 in 80
+        ((3, 6, 0, 0, 0, 0), []),
+        ((4, 8, 12, 0, 0, 0), [(120, "in 60 steps; kinds.weight")]),
+        ((9, 9, 0, 9, 0, 0), []),  # counted anew
+        ((20, 0, 0, 0, 0, 0), [(60, "in 40 steps; kinds.weight")]),
+    ],
+)
+def test_an_embedding_stands_still_once_twenty_numbers_should_have_moved(numbers, found):
+    """All its numbers are compared; so many move in each 20 steps."""
+
+    def move(model, step):
+        moving("kinds")(model, step)
+        if step < STEPS - 1:
+            model.kinds.weight.data.view(-1)[: numbers[step // 20]] += 1e-3
+
+    alerts = alerts_of(move, decoder(kinds=nn.Embedding(32, 8)))
+    assert [(alert.step, alert.words().split("not move ")[1][:25]) for alert in alerts] == found
 
 
 def test_weights_of_any_size_and_layout_are_compared():
@@ -184,6 +207,81 @@ def test_the_size_of_an_update_is_that_of_all_weights(tmp_path, offset):
     assert relative == pytest.approx([value / column.layers[2] for value in column.layers[1:]])
 
 
+# Learning rates that are logged at steps 0 to 44, and the rate that updates are compared with:
+# the mean since step 41, if rates of 40 steps are known and none is twice as high as another.
+RATES = {
+    "steady": (lambda step: 0.01, 0.01),
+    "as far as it may": (lambda step: 0.02 if step >= 43 else 0.01, 0.015),
+    "too far": (lambda step: 0.0201 if step >= 43 else 0.01, math.nan),
+    "known for 40 steps": (lambda step: 0.01 if step >= 5 else None, 0.01),
+    "known for 39 steps": (lambda step: 0.01 if step >= 6 else None, math.nan),
+    "changed long ago": (lambda step: 0.01 if step >= 5 else 1.0, 0.01),
+    "not known lately": (lambda step: 0.01 if step < 41 else None, math.nan),
+    "zero": (lambda step: 0.0, math.nan),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_sizes_of_updates_are_exact_if_every_number_of_a_weight_moves_alike(name, tmp_path):
+    """Then it does not matter which numbers of each weight are compared."""
+    logged, rate = RATES[name]
+    model = PlainDecoder(width=32, layers=3, heads=2)
+    for number, weight in enumerate(model.parameters()):
+        weight.data.fill_(0.5 + number / 16)
+    blocks = [[w for w in block.parameters() if w.ndim > 1] for block in model.blocks]
+    gains = [w for n, w in model.named_parameters() if w.ndim == 1 and not n.endswith("bias")]
+    groups = [[model.tokens.weight, model.places.weight], *blocks, [model.head.weight], gains]
+    before = [[w.detach().clone() for w in group] for group in groups]
+    given = {"schedule": lambda step: step in (0, 41, 45), "checks": None, "budget": None}
+    given |= {"metrics": ["update_size", "unmoved"], "directory": tmp_path, "alerts": []}
+    with Monitor(model, **given) as monitor:
+        for step in range(46):
+            if step in (0, 41, 45):
+                with torch.no_grad(), monitor(step):
+                    model(batch(2, 4))
+            if (lr := logged(step)) is not None:
+                monitor.log(step, learning_rate=lr)
+            for number, group in enumerate(groups, 1):
+                for weight in group if step in (41, 44) else ():
+                    if weight is not model.blocks[1].c_attn.weight:
+                        weight.data += number / 256
+    *_, last = read(tmp_path)
+    moved = [[now - was for now, was in zip(*each, strict=True)]
+             for each in zip(groups, before, strict=True)]  # fmt: skip
+    sizes = [norm(m) / norm(was) / 4 for m, was in zip(moved, before, strict=True)]
+    column = last.column("update_size")
+    assert [*column.layers, *map(column.whole.get, ("head", "norms"))] == pytest.approx(sizes)
+    of_blocks = sizes[1:4]
+    middle = sorted(of_blocks)[1]
+    relative = last.column("update_size", "relative").layers
+    assert relative == pytest.approx([math.nan, *(x / middle for x in of_blocks)], nan_ok=True)
+    over_rate = [math.nan, *(size / rate for size in of_blocks)] if rate > 0 else []
+    assert last.column("update_size", "over_rate").layers == pytest.approx(over_rate, nan_ok=True)
+    still = blocks[1][0].numel() / sum(w.numel() for w in blocks[1])
+    assert last.column("unmoved").layers == pytest.approx([0, 0, still, 0])
+    assert last.column("unmoved", "relative").layers == pytest.approx([0, 0, still, 0])
+
+
+def test_rates_of_the_last_1024_steps_are_remembered(tmp_path):
+    model = decoder()
+    given = {"schedule": lambda step: step in (0, 1100), "checks": None, "budget": None}
+    given |= {"metrics": ["update_size"], "directory": tmp_path, "alerts": []}
+    with Monitor(model, **given) as monitor:
+        for step in range(1100):
+            if step == 0:
+                with torch.no_grad(), monitor(step):
+                    model(batch(2, 4))
+            monitor.watch_rate(step, 0.01 if step < 1100 - 1024 else 0.015)
+            monitor.watch_rate(step + 1, math.nan)  # no rate
+            monitor.watch_rate(step + 1, "0.3")
+        moving()(model, 0)
+        with torch.no_grad(), monitor(1100):
+            model(batch(2, 4))
+    last = read(tmp_path)[-1]
+    sizes, over_rate = (last.column("update_size", part).layers for part in ("", "over_rate"))
+    assert over_rate[1:] == pytest.approx([size / 0.015 for size in sizes[1:]])
+
+
 def drifting(factors, *, rate=lambda step: 1.0, rounds=False, shrinks=1.0):
     """Move blocks by factors of a rate from step 300 on, or round the second one."""
 
@@ -239,8 +337,10 @@ def test_a_block_that_moves_differently_leaves_its_band(name):
     assert set(told[0].layers) <= layers
 
 
-def test_layers_without_trainable_weights_have_no_size(tmp_path):
+@pytest.mark.parametrize("has_any", [True, False])
+def test_layers_without_trainable_weights_have_no_size(tmp_path, has_any):
     model = decoder()
+    model.requires_grad_(has_any)
     model.blocks.requires_grad_(False)
     model.tokens.requires_grad_(False)
     model.places.requires_grad_(False)

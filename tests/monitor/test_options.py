@@ -33,6 +33,16 @@ WRONG = [
     ({"extra_layers": ["final"]}, "final"),
     ({"alerts": ["rank"]}, "no alert is called 'rank'"),
     *(({"log": (name,)}, "cannot name a value") for name in ("", "/", "a/", " a", "a\nb", "a//b")),
+    *(
+        ({"background": way}, f"None, 'thread' or 'process', got {way!r}$")
+        for way in ("threads", 1, 0, "")
+    ),
+    *(({"budget": share}, "between 0 and 1") for share in (0, 0.0, "0%", -0.01, 1.0, "100%")),
+    ({"probe": "validate"}, r"probe must be inputs of the .* 'validation', got 'validate'$"),
+    ({"probe_loss": 3}, "probe_loss must be a function .* or None, got 3$"),
+    ({"sink_timeout": True}, "sink_timeout must be a number of seconds above 0, got True"),
+    ({"settings": 3}, r"settings must be a dict, such as {'learning_rate': 3e-4}, got int$"),
+    ({"checks": 0}, "^checks is 0: expected a function"),
     ({"budget": 1}, "budget must be a share of the training time between 0 and 1"),
     ({"budget": float("nan")}, "budget must be a share of the training time between 0 and 1"),
     ({"budget": True}, "budget must be a share of the training time between 0 and 1"),
@@ -101,6 +111,13 @@ def test_every_option_has_a_default_that_its_own_check_lets_pass():
     assert options_of(log="val_loss")["log"] == ("val_loss",)
     small = {"max_capture_mb": 0.5, "rank_timeout": 0.5, "sink_timeout": 0.5, "queries": None}
     assert options_of(**small).items() >= small.items()
+    for name, ways in (
+        ("background", (None, True, False, "thread", "process")),
+        ("checks", (None, "auto")), ("budget", (None, "auto", 0.999)),
+        ("max_capture_mb", (None, float("inf"))), ("sink_timeout", (float("inf"),)),
+    ):  # fmt: skip
+        for way in ways:
+            assert options_of(**{name: way})[name] == way
 
 
 def test_the_pages_state_the_defaults():
@@ -119,6 +136,8 @@ def test_help_shows_every_option_with_its_default_and_type_checkers_see_its_type
     text = inspect.getdoc(cls)
     assert "{options}" not in text
     assert max(map(len, text.splitlines())) <= 100
+    indents = {len(line) - len(line.lstrip()) for line in text.splitlines()}
+    assert indents == {0, 4, 8}
     arguments, _, raised = text.partition("Raises:")
     assert "TypeError: If an argument does not exist, or a hook is not callable." in raised
     parameters = inspect.signature(cls).parameters.values()
@@ -175,3 +194,10 @@ def test_arguments_that_a_monitor_cannot_use_are_refused_in_one_line(build, word
     with pytest.raises((ValueError, TypeError), match=words) as error:
         build()
     assert "\n" not in str(error.value)
+
+
+def test_a_step_may_be_as_large_as_a_record_holds():
+    monitor = Monitor(PlainDecoder(), directory=None, schedule=1, checks=None)
+    for step in (126, 2**62, 2**63 - 1):
+        monitor.advance(step)
+        assert monitor.is_due(step)

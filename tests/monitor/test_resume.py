@@ -62,3 +62,23 @@ def test_weights_that_changed_at_a_resume_are_an_alert(way, source, is_spoiled, 
         assert "(layer 2)" in lines[0]
         last = 260 if source == "probe" else 240  # the same rows at the same step
         assert f"before is at step {last}" in found[0].words()
+
+
+def test_a_resume_with_other_settings_is_said_once_where_curves_break(tmp_path, caplog):
+    model, told = PlainDecoder(width=8, layers=2, heads=2), []
+    options = {"directory": tmp_path, "schedule": 1, "checks": None, "budget": None}
+    for steps, tokens in ((range(2), 64), (range(2, 4), 32), (range(4, 5), 32), (range(5, 6), 48)):
+        caplog.clear()
+        monitor = Monitor(model, metrics=["variance"], tokens=tokens, **options)
+        train(monitor, model, steps, "inline")
+        monitor.close()
+        told.append([text for text in caplog.messages if "other settings" in text])
+    words = [
+        f"From step {step} on, this run was read with other settings (tokens {now} instead of "
+        f"{before}): its curves have a break there."
+        for step, now, before in ((2, 32, 64), (5, 48, 32))
+    ]
+    assert told == [[], words[:1], [], words[1:]]
+    notes = {r.step: [x.words() for x in r.notes if x.kind == "other settings"]
+             for r in read(tmp_path)}  # fmt: skip
+    assert notes == {0: [], 1: [], 2: words[:1], 3: [], 4: [], 5: words[1:]}

@@ -16,7 +16,7 @@ import torch
 from geomon import read, select
 from geomon.metrics import Metric
 from geomon.monitor import executor, worker
-from geomon.monitor.worker import Worker
+from geomon.monitor.worker import Worker, WorkerError
 from support.scenarios import Watched
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
@@ -139,6 +139,10 @@ def test_tensors_keep_their_numbers_types_and_strides():
     try:
         found = process.call(copy.copy, whole + others)
         strides = [process.call(operator.methodcaller("stride"), one) for one in whole]
+        with pytest.raises(WorkerError, match=r"^ZeroDivisionError: division by zero$"):
+            process.call(operator.truediv, 1, 0)
+        assert process.has_failed
+        assert not process.is_ready()
     finally:
         process.close()
     for one, other in zip(whole + others, found, strict=True):

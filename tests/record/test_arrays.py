@@ -3,6 +3,7 @@
 import io
 import itertools
 import os
+import struct
 import zipfile
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from support.histories import (
     reading,
     write,
 )
+from support.readings import reading_of
 
 
 def began(folder, step=0):
@@ -53,7 +55,17 @@ def test_arrays_come_back_as_they_were(tmp_path_factory, content):
     (path,) = record.arrays.path.iterdir()
     with zipfile.ZipFile(path) as archive, np.load(path) as file:  # as numpy reads it
         assert archive.testzip() is None
+        facts = {
+            (x.date_time, x.compress_type, x.create_version, x.extract_version, x.flag_bits,
+             x.create_system, x.volume, x.internal_attr, x.external_attr, x.extra, x.comment)
+            for x in archive.infolist()
+        }  # fmt: skip
+        assert facts == {((1980, 1, 1, 0, 0, 0), 0, 20, 20, 0x800, 0, 0, 0, 0, b"", b"")}
         theirs = dict(file)
+    end = struct.unpack("<4s4H2LH", path.read_bytes()[-22:])
+    count, size, start = end[4], end[5], end[6]
+    assert end == (b"PK\5\6", 0, 0, len(content), count, size, start, 0)
+    assert (count, size + start + 22) == (len(content), path.stat().st_size)
     ours = read(record.path).arrays(128)
     np.savez(path, **theirs)  # as earlier versions wrote it
     for found in (ours, read(record.path).arrays(128)):
@@ -62,6 +74,20 @@ def test_arrays_come_back_as_they_were(tmp_path_factory, content):
             same = found[f"{name}/{stack}{'_' * bool(stack)}layer_{layer:02d}"]
             assert same.dtype == values.dtype
             np.testing.assert_array_equal(same, values)
+
+
+def test_arrays_of_a_stack_have_the_tags_of_a_model_with_one(tmp_path):
+    record = began(tmp_path)
+    both = reading_of({f"a/{stack}_layer_01": 1.0 for stack in ("encoder", "decoder")}, 4)
+    record.write(both)
+    stacks = enumerate(("encoder", "decoder", ""))
+    record.write_arrays(both, {(stack, "keys", 3): np.full(2, n) for n, stack in stacks})
+    run = read(tmp_path)
+    tags = {"keys/encoder_layer_03": 0, "keys/decoder_layer_03": 1, "keys/layer_03": 2}
+    assert {tag: values[0] for tag, values in run.arrays(4).items()} == tags
+    for number, stack in enumerate(("encoder", "decoder")):
+        (found,) = run.of_stack(stack).arrays(4).items()
+        assert (found[0], found[1].tolist()) == ("keys/layer_03", [number] * 2)
 
 
 def put(*steps, source="probe"):

@@ -51,7 +51,11 @@ def values_of(layers, heads=4):
 
 LAST = reading(values_of(2))
 SHOWN = shown_over([LAST])
-TRUST = {"twonn/layer_01/margin": 0.5, "twonn/layer_01/n": 64.0, "twonn/mean/n": 64.0}
+# What says how far values can be trusted; charts show it for the mean alone.
+TRUST = {f"twonn/{place}/{part}": 64.0
+         for place in ("layer_01", "mean")
+         for part in ("margin", "n", "std", "sequences", "duplicates", "repeated", "rounding",
+                      "rows", "types")}  # fmt: skip
 TRUSTED = reading({**values_of(2), **TRUST, "twonn/null": 9.0})
 OWN = reading({**LAST.values, "own/mean": 12.5})
 ODD = reading({"twonn/mean": 5.0, "twonn/mean/margin": math.nan, "anisotropy/mean": math.nan})
@@ -64,6 +68,18 @@ STACKS = reading(
     }
     | {"geomon/overhead": 0.5, "training/loss": 3.0}
 )
+BY_SCALE = reading(
+    {
+        "gride/mean/k1": 3.0,
+        "gride/mean/k32": 2.0,
+        "gride/layer_01/k1": 3.0,
+        "gride/layer_01/k32": 2.0,
+        "attention_entropy/layer_01": 1.0,
+        "attention_entropy/mean": 1.0,
+    }
+)
+ENDS = charts_of()
+ENDS.select(LAST)
 OF_STACKS = {"geomon/twonn": 6.0, "geomon/overhead": 0.5, "geomon/encoder/twonn": 5.0}
 LOSS = {"loss on the probe's inputs": ["Margin", ["geomon/probe_loss"] * 3]}
 
@@ -167,6 +183,41 @@ CASES = {
             ["Margin", ["geomon/twonn", "geomon/twonn_low", "geomon/twonn_high"]],
         ),
     ),
+    "charts by scale and by layer": (
+        lambda: layout(BY_SCALE, "layers"),
+        {
+            "geomon": {
+                # Shared by other metrics of the dimension; of other scales there is no curve.
+                "intrinsic dimension by scale, scale 32, mean over layers": [
+                    "Margin",
+                    ["geomon/gride_k32"] * 3,
+                ],
+                "attention entropy, mean over layers (nats)": [
+                    "Margin",
+                    ["geomon/attention_entropy"] * 3,
+                ],
+                "attention entropy, lowest head (nats)": [
+                    "Margin",
+                    ["geomon/attention_entropy_min"] * 3,
+                ],
+                "share of the time that geomon takes": ["Margin", ["geomon/overhead"] * 3],
+            },
+            "by layer": {
+                "intrinsic dimension by scale, by scale": [
+                    "Multiline",
+                    ["gride/mean/k1$", "geomon/gride_k32$"],
+                ],
+                "attention entropy (nats)": [
+                    "Multiline",
+                    ["attention_entropy/layer_[0-9]+$", "geomon/attention_entropy$"],
+                ],
+            },
+        },
+    ),
+    "the ends of an interval": (
+        lambda: [name for name in SHOWN if ENDS.is_end(name)],
+        ["geomon/twonn_low", "geomon/twonn_high"],
+    ),
     "each value has a chart": (
         lambda: {name for _, names in layout(LAST)["geomon"].values() for name in names},
         set(SHOWN),
@@ -189,6 +240,14 @@ CASES = {
 def test_charts_show_few_values_and_all_that_are_asked_for(name):
     show, expected = CASES[name]
     assert show() == expected
+
+
+def test_a_metric_that_asks_for_it_is_charted_by_its_mean_though_no_place_is_free():
+    charted = {name: TEXTS.get(name, {"title": name}) | {"is_charted": True}
+               for name in ("own", "twonn", "max_logit")}  # fmt: skip
+    charts = tagged.charts_of(Readings([{"metrics": TEXTS | charted}], []), "headline")
+    assert charts.select(OWN) == SHOWN | {"geomon/own": 12.5}
+    assert charts.select(reading({"max_logit/mean": 2.0})) == {}  # has a value of its own
 
 
 def test_headlines_are_made_of_the_values_of_the_record():
@@ -214,7 +273,7 @@ def test_with_layers_everything_that_is_charted_is_shown_once():
     shown = shown_over([TRUSTED], "layers")
     copied = {f"{name}/mean" for name in TEXTS.keys() & NAMES} | {"geomon/overhead"}
     copied |= {"gride/mean/k32", "attention_entropy/mean/min"}
-    copied |= {"twonn/layer_01/margin", "twonn/layer_01/n"}
+    copied |= {tag for tag in TRUST if "layer_01" in tag}
     left_out = {tag for tag in TRUSTED.values if "head_" in tag or tag in copied}
     assert shown.keys() - shown_over([TRUSTED]).keys() == (TRUSTED.values.keys() - left_out)
     assert {"twonn/mean/n", "twonn/null", "qk_cosine/layer_01/max"} <= shown.keys()

@@ -4,10 +4,11 @@ import contextlib
 import errno
 import os
 import signal
+import socket
 
 import pytest
 
-from geomon.record import Record, read
+from geomon.record import Follower, Record, read
 from support.readings import reading_of
 
 _HOLD = """
@@ -57,10 +58,41 @@ def test_a_second_process_is_refused_until_the_first_is_gone(forks, tmp_path, co
         with pytest.raises(ValueError, match="is in use") as refusal:
             Record(tmp_path)
         assert "\x1b" not in str(refusal.value)
+        (tmp_path / ".readings.lock").write_text("")
+        with pytest.raises(ValueError, match=r"in use, a process records a run there: .* in it$"):
+            Record(tmp_path)
         process.send_signal(signal.SIGKILL)  # a resume after a crash is let in at once
         process.wait(60)
         write(Record(tmp_path), 0)
     assert len(read(tmp_path)) == 1
+
+
+HERE, GONE = socket.gethostname(), 2**22 + 1  # no system numbers a process so
+# What a lock holds, and the process that a page names: "" if it was killed.
+WRITERS = {
+    "runs": (f"process {os.getppid()} on {HERE}", f"process {os.getppid()} on {HERE}"),
+    "was killed": (f"process {GONE} on {HERE}", ""),
+    "on another machine": (f"process {GONE} on the_{HERE}", f"process {GONE} on the_{HERE}"),
+    "of no possible number": (f"process {10**30} on {HERE}", f"process {10**30} on {HERE}"),
+    "says nothing": ("", "a process"),
+    "says something else": ("a note\x1b[2J", "a note\ufffd[2J"),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_who_looks_at_a_record_is_told_which_process_writes_it(tmp_path, name):
+    follower = Follower(tmp_path)
+    assert follower.writer() is None
+    record = Record(tmp_path)
+    assert follower.writer() == f"process {os.getpid()} on {HERE}"
+    record.close()
+    assert follower.writer() is None
+    content, named = WRITERS[name]
+    (tmp_path / ".readings.lock").write_text(content)
+    assert follower.writer() == named
+    (tmp_path / ".readings.lock").unlink()
+    (tmp_path / ".readings.lock").symlink_to(tmp_path / "elsewhere")
+    assert follower.writer() is None
 
 
 def test_a_process_that_the_owner_forks_is_another_one(forks, tmp_path):

@@ -5,8 +5,8 @@ import pytest
 
 from geomon import MetricText, __version__
 from geomon.note import Note
-from geomon.record import Readings
-from support.readings import reading_of
+from geomon.record import Course, Readings
+from support.readings import raised_of, reading_of
 
 VALUES = {
     "twonn/encoder_layer_00": 1.0, "twonn/encoder_null": 4.0, "twonn/decoder_layer_01": 5.0,
@@ -175,9 +175,55 @@ REFUSED = {
             (NOTES[0], "kind"),
             (NONE, "readings"),
             (MetricText("t"), "title"),
+            (POINTS["t/mean"], "steps"),
+            (Course("t", (0,), (1.0,)), "tag"),
+            (raised_of("left_band", 3), "step"),
         )
     },
 }
+
+
+def start(step, **settings):
+    return {"from_step": step, **settings}
+
+
+# Starts of a run, the steps at which its curves break, and what has changed there.
+BREAKS = [
+    ([start(0, tokens=4096)], []),
+    ([start(0, tokens=4096), start(1000, tokens=4096)], []),
+    ([start(0, tokens=4096), start(1000, tokens=1024)], [(1000, "tokens 1,024 instead of 4,096")]),
+    ([start(0, tokens=9), start(5, tokens=8, seed=3), start(7, tokens=9, seed=4)],
+     [(5, "tokens 8 instead of 9"), (7, "tokens 9 instead of 8, seed 4 instead of 3")]),
+    ([start(0, seed=1), start(5)], []),  # not known of both
+    ([start(0, device="cpu", rate=1), start(5, device="cuda", rate=2)], []),
+    ([start(0, queries=None), start(5, queries=1024)], [(5, "queries 1,024 instead of None")]),
+    ([start(0, probe="a function"), start(5, probe="inputs 3f")],
+     [(5, "probe inputs 3f instead of a function")]),
+    ([start(0, layers=["a.0", "a.1"]), start(5, layers=["m.a.0", "m.a.1"])], []),
+    ([start(0, layers=["a.0", "a.1"]), start(5, layers=["a.0"])], [(5, "layers 1 instead of 2")]),
+    ([start(0, layers=["a.0", "a.1"]), start(5, layers=2)],
+     [(5, "layers 2 instead of ['a.0', 'a.1']")]),
+    ([start(0, metrics={"a": {}, "b": {}, "c": {}}), start(5, metrics={"b": {"x": 1}, "d": {}})],
+     [(5, "without a, without c, with d")]),
+    ([start(0, metrics={"a": {}}), start(5, metrics="a")], [(5, "metrics a instead of {'a': {}}")]),
+    ([start(0, splits=1), start(9, splits=2), start(5, splits=1) | {"rewound_to": 5}], []),
+    ([start(0, splits=1), start(5, splits=2), start(5, splits=3) | {"rewound_to": 5}],
+     [(5, "splits 3 instead of 1")]),
+    ([{"splits": 1}, {"splits": 2, "from_step": "?"}], [(0, "splits 2 instead of 1")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("runs", "expected"), BREAKS, ids=range(len(BREAKS)))
+def test_curves_break_where_a_run_goes_on_with_other_settings(runs, expected):
+    words = [
+        f"From step {step:,} on, this run was read with other settings ({changed}): its curves "
+        "have a break there."
+        for step, changed in expected
+    ]
+    found = Readings(runs, [])
+    steps = [step for step, _ in expected]
+    assert [tuple(each) for each in found.breaks] == [*zip(steps, words, strict=True)]
+    assert found.remarks() == words
 
 
 @pytest.mark.parametrize("name", ANSWERS)

@@ -1,8 +1,10 @@
 """The checkpoints that a folder holds: their steps, their order, and the model of an adapter."""
 
+import dataclasses
 import json
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -24,10 +26,10 @@ def model_at(step):
 
 
 def lay(**paths):
-    """Files by path; a number is the step of a file of Lightning."""
+    """Files by path; a number, or a tensor of one, is the step of a file of Lightning."""
     for path, content in paths.items():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, int):
+        if isinstance(content, int | torch.Tensor):
             torch.save({"global_step": content, "state_dict": {}}, path)
         else:
             Path(path).write_text(content)
@@ -37,24 +39,35 @@ def folders(**named):
     return {f"{name}/{file}": text for name, files in named.items() for file, text in files.items()}
 
 
+# What the training says counts, not the name; if it says nothing, the name.
 TRAINER = folders(**{
-    "r/checkpoint-10": MODEL, "r/checkpoint-9": MODEL, "r/best": model_at(4), "r/runs": {"x": ""},
-    "r/checkpoint-7": model_at(8),  # what the training says counts, not the name
+    "r/checkpoint-10": MODEL, "r/checkpoint-9": MODEL, "r/best": model_at(4.0), "r/runs": {"x": ""},
+    "r/checkpoint-7": model_at(8), "r/step_11": model_at(None), "r/Step=012": MODEL,
+    "r/checkpoint-0": MODEL | {"trainer_state.json": "{"},
+    "r/step-13": MODEL | {"trainer_state.json": "[]"}, "r/a": model_at(14), "r/b": model_at(14),
+    "r/d": model_at(15), "r/c": model_at(15), "r/step9-step16": MODEL,
 })  # fmt: skip
-OF_TRAINER = [("best", 4), ("checkpoint-7", 8), ("checkpoint-9", 9), ("checkpoint-10", 10)]
+OF_TRAINER = [
+    ("checkpoint-0", 0), ("best", 4), ("checkpoint-7", 8), ("checkpoint-9", 9),
+    ("checkpoint-10", 10), ("step_11", 11), ("Step=012", 12), ("step-13", 13), ("a", 14),
+    ("c", 15), ("step9-step16", 16),
+]  # fmt: skip
 # A model, and a checkpoint of the training that ended with it.
 ENDED = folders(**{"model": MODEL, "model/checkpoint-7": MODEL, "checkpoint-70": MODEL})
-LIGHTNING = {"r/a.ckpt": 30, "r/b.ckpt": 4, "r/last.ckpt": 30}  # one of two equal ones is taken
+# One of two with the same step is taken, whichever was written first.
+LIGHTNING = {"r/a.ckpt": 30, "r/b.ckpt": 4, "r/last.ckpt": 30, "r/e.ckpt": torch.tensor(50),
+             "r/d.ckpt": 50}  # fmt: skip
 TORN = LIGHTNING | {"r/epoch=0-step=7.ckpt": "torn"}
 # Files; function and folder; names and steps.
 FOUND = [
     (TRAINER, trainer_checkpoints, "r", OF_TRAINER),
     (ENDED, trainer_checkpoints, "model", [("model", 0)]),
     (ENDED, trainer_checkpoints, "checkpoint-70", [("checkpoint-70", 70)]),
-    (LIGHTNING, lightning_checkpoints, "r", [("b.ckpt", 4), ("a.ckpt", 30)]),
+    (LIGHTNING, lightning_checkpoints, "r", [("b.ckpt", 4), ("a.ckpt", 30), ("d.ckpt", 50)]),
+    (LIGHTNING, lightning_checkpoints, "r/e.ckpt", [("e.ckpt", 50)]),
     (LIGHTNING, lightning_checkpoints, "r/b.ckpt", [("b.ckpt", 4)]),
     (TORN, lightning_checkpoints, "r",
-     [("b.ckpt", 4), ("epoch=0-step=7.ckpt", 7), ("a.ckpt", 30)]),
+     [("b.ckpt", 4), ("epoch=0-step=7.ckpt", 7), ("a.ckpt", 30), ("d.ckpt", 50)]),
 ]  # fmt: skip
 
 
@@ -66,7 +79,10 @@ def test_checkpoints_have_their_steps_and_their_order(
     lay(**files)
     found = find(folder)
     assert [(each.name, each.step) for each in found] == expected
+    assert {type(each.step) for each in found} == {int}
     assert {each.source for each in found} == {str(tmp_path / folder)}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found[0].step = 3
 
 
 @pytest.mark.parametrize("find", [trainer_checkpoints, lightning_checkpoints])
@@ -87,8 +103,12 @@ def test_revisions_are_ordered_by_the_number_in_their_name(steps):
 
 def test_one_of_several_without_a_step_is_refused_and_one_alone_is_at_step_0(tmp_path):
     words = r"step of main is unknown: .* pass a Checkpoint\(step, load\)"
-    with pytest.raises(ValueError, match=words):
-        hub_checkpoints("someone/model", ["step1000", "main"])
+    for revisions in (["step1000", "main"], ["main", "step0"], ["main", "step1000", "step2"]):
+        with pytest.raises(ValueError, match=words):
+            hub_checkpoints("someone/model", revisions)
+    for revisions in (["step5", "step0"], ["step5", "step0", "step1"]):
+        found = [each.name for each in hub_checkpoints("someone/model", revisions)]
+        assert found == sorted(revisions)
     assert [(each.name, each.step) for each in hub_checkpoints("gpt2")] == [("main", 0)]
 
 
@@ -105,7 +125,7 @@ OWN = [(3, "the/model"), (20, "the/model")]
     [
         ("run", None, OWN), ("run/checkpoint-3", None, OWN[:1]),
         ("unfinished", None, [(5, "the/model")]), ("run", "other", [(3, "other"), (20, "other")]),
-        ("run/checkpoint-20", "other", [(20, "other")]),
+        ("run/checkpoint-20", Path("other"), [(20, "other")]),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("more", [{}, {"run/config.json": ""}])  # an adapter all the same
@@ -133,6 +153,7 @@ class Adapted:
 
     @classmethod
     def from_pretrained(cls, model, folder):
+        assert isinstance(folder, str)
         merged = types.SimpleNamespace(base_model=f"merged {model}")
         return types.SimpleNamespace(merge_and_unload=lambda: merged)
 
@@ -143,14 +164,35 @@ def test_a_whole_model_beside_an_adapter_is_read_itself(tmp_path, monkeypatch):
     loaded = []
 
     def load(source, **options):
-        loaded.append(source)
+        loaded.append((source, options["revision"], options["trust_remote_code"]))
         return "model", {"missing_keys": []}
 
     monkeypatch.setattr(transformers.AutoModel, "from_pretrained", load)
     for folder in ("whole", "merged"):
         (found,) = trainer_checkpoints(folder)
         assert found.load() == "model"
-    assert loaded == ["whole", "merged/checkpoint-4"]
+    assert loaded == [(name, "main", False) for name in ("whole", "merged/checkpoint-4")]
+
+
+OWN_CODE = "open('has_run', 'w').close(); from transformers import * ; "
+OWN_CODE += "Own = PreTrainedModel; OwnConfig = PretrainedConfig"
+
+
+@pytest.mark.parametrize("is_adapter", [False, True])
+def test_code_beside_a_model_is_not_run(is_adapter, tmp_path, monkeypatch):
+    """A checkpoint from elsewhere may bring code along."""
+    monkeypatch.chdir(tmp_path)
+    peft = types.ModuleType("peft")
+    peft.__dict__.update(PeftModel=Adapted, __spec__=ModuleSpec("peft", None))
+    monkeypatch.setitem(sys.modules, "peft", peft)
+    names = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.Own"}
+    config = json.dumps({"model_type": "own", "auto_map": names})
+    adapter = {"adapter_config.json": json.dumps({"base_model_name_or_path": "model"})}
+    lay(**folders(model={"config.json": config, "own.py": OWN_CODE}, adapter=adapter))
+    (found,) = trainer_checkpoints("adapter" if is_adapter else "model")
+    with pytest.raises(ValueError, match="custom code"):
+        found.load()
+    assert not Path("has_run").exists()
 
 
 def test_weights_that_are_missing_are_no_random_ones(tmp_path):

@@ -1,6 +1,9 @@
 """Windows of a text: of bytes, and of a tokenizer's tokens."""
 
+import json
 import logging
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,6 +66,48 @@ def test_windows_of_a_tokenizer_are_evenly_spread_over_the_text(
     assert ids.tolist() == expected
     few = f"{count} of 4 sequences: the text has no more without overlap"
     assert caplog.messages == ([few] if count < 4 else [])
+
+
+def test_64_windows_of_128_tokens_are_cut_by_default(tmp_path):
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 32)  # just enough
+    windows = text_windows(tmp_path / "text", "bytes")
+    assert windows.tolist() == [[*range(128)], [*range(128, 256)]] * 32
+
+
+def test_a_text_may_hold_bytes_that_are_no_text_and_more_tokens_than_the_model_takes(
+    tokenizer, tmp_path, caplog
+):
+    settings = tokenizer / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model_max_length": 8}))
+    (tmp_path / "text").write_bytes(b"red \xff green " * 8)
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    try:
+        ids = text_windows(tmp_path / "text", str(tokenizer), 2, 7)
+    finally:
+        logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert ids.tolist() == [[1, 3, 0, 4, 3, 0, 2]] * 2
+    assert caplog.messages == []  # a text of that length never meets the model
+
+
+def test_code_beside_a_tokenizer_is_not_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text("red")
+    Path("own.py").write_text("open('has_run', 'w').close(); Own = None")
+    settings = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
+    Path("tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        text_windows("text", ".")
+    assert not Path("has_run").exists()
+
+
+def test_without_transformers_a_tokenizer_is_refused_with_what_to_install(
+    tokenizer, tmp_path, monkeypatch
+):
+    (tmp_path / "text").write_text("red")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    words = r"^models of transformers need that package .*: pip install"
+    with pytest.raises(ImportError, match=words):
+        text_windows(tmp_path / "text", str(tokenizer))
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_said_in_one_line(tmp_path):

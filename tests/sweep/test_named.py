@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from geomon import read
 from geomon.cli import make_app
+from geomon.sweep import find_named, read_inputs
 from support.models import transformer
 
 
@@ -32,6 +33,9 @@ def folders(tmp_path, monkeypatch):
     Path("orphan/adapter_config.json").write_text("{}")
     torch.save({"global_step": 1, "hyper_parameters": Own()}, "own/a.ckpt")
     torch.save({"global_step": 1, "hyper_parameters": {"arch": 1}}, "lightning/a.ckpt")
+    for name, content in (("none", {"global_step": 1}), ("list", [1])):
+        Path(name).mkdir()
+        torch.save(content, f"{name}/step1.ckpt")
     torch.save({"input_ids": torch.randint(0, 50, (4, 8))}, "batch.pt")
     Path("text").write_text("to be or not to be, that is the question; " * 20)
     Path("blank").write_text(" \n")
@@ -50,6 +54,8 @@ WRONG = [
     (("builtins:len", "--checkpoints", "own", *BATCH), "classes that torch.serialization.add_safe"),
     (("builtins:len", "--checkpoints", "lightning", *BATCH), "hyper-parameters in the file (arch)"),
     (("builtins:dict", "--checkpoints", "lightning", *BATCH), "built a dict: expected a torch mod"),
+    (("builtins:len", "--checkpoints", "none", *BATCH), "hyper-parameters in the file (none)"),
+    (("builtins:dict", "--checkpoints", "list", *BATCH), "built a dict: expected a torch mod"),
     (("orphan", *BATCH), "does not say which model the adapter belongs to"),
     (("recipes.enwik8.train:none", "--checkpoints", "x", *BATCH), "cannot be imported"),
     (("math:pi", "--checkpoints", "x", *BATCH), "math:pi is not a function"),
@@ -91,6 +97,78 @@ def test_windows_of_a_text_are_read_by_a_model_in_a_folder(folders):
     assert "1 step in scan: geomon watch scan" in result.output
     (reading,) = read("scan")
     assert (reading.step, reading.tokens) == (5, 48)
+
+
+def lay(*paths):
+    for path in map(Path, paths):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+
+
+# Model, folder of checkpoints and revisions; their names, steps and source.
+NAMED = [
+    (("gpt2", None, ()), [("main", 0)], "gpt2"),
+    (("someone/model", None, ()), [("main", 0)], "someone/model"),
+    (("someone/model", None, ("step9", "step10")), [("step9", 9), ("step10", 10)], "someone/model"),
+    (("runs", None, ()), [("checkpoint-3", 3)], "runs"),
+    (("runs/checkpoint-3", None, ()), [("checkpoint-3", 3)], "runs/checkpoint-3"),
+    (("os:path", None, ()), [("checkpoint-5", 5)], "os:path"),  # a folder of that name goes first
+    (("someone/model", Path("runs"), ()), [("checkpoint-3", 3)], "runs"),
+]
+
+
+@pytest.mark.parametrize(("named", "expected", "source"), NAMED)
+def test_names_are_those_of_folders_that_exist_or_else_of_the_hub(folders, named, expected, source):
+    lay("runs/checkpoint-3/config.json", "os:path/checkpoint-5/config.json")
+    model, found = find_named(*named)
+    assert model is None
+    assert [(each.name, each.step) for each in found] == expected
+    is_local = Path(source).exists()
+    assert {each.source for each in found} == {str(Path(source).resolve()) if is_local else source}
+
+
+@pytest.mark.parametrize("name", ["./x", "/x", "~/x", "x/y/z"])
+def test_a_name_that_looks_like_a_path_is_not_asked_of_the_hub(folders, name):
+    with pytest.raises(ValueError, match="no checkpoints in"):
+        find_named(name, None, ())
+
+
+# Model, whether its checkpoints are one file, and the vocabulary that it is built with.
+@pytest.mark.parametrize(("place", "vocabulary"), [("b.ckpt", 30), ("", 20)])
+def test_a_named_function_gets_the_hyper_parameters_of_the_first_step_or_the_named_file(
+    folders, place, vocabulary
+):
+    for name, step, size in (("a", 9, 10), ("b", 7, 30), ("c", 5, 20)):
+        held = {"global_step": step, "hyper_parameters": {"vocabulary": size}, "state_dict": {}}
+        torch.save(held, f"lightning/{name}.ckpt")
+    model, found = find_named(f"{__name__}:Plain", Path("lightning") / place, ())
+    assert model.network.config.vocab_size == vocabulary
+    steps = [(5, "c.ckpt"), (7, "b.ckpt"), (9, "a.ckpt")]
+    assert [(each.step, each.name) for each in found] == ([(7, "b.ckpt")] if place else steps)
+
+
+# Model, and whether its inputs have a name.
+@pytest.mark.parametrize(
+    ("model", "is_named"),
+    [("someone/model", True), ("folders", True), ("os:path", False), ("a:b", True)],
+)
+def test_windows_of_a_text_have_a_name_unless_a_function_builds_the_model(folders, model, is_named):
+    lay("a:b/config.json")
+    sizes = {"sequences": 3, "length": 7}
+    inputs = read_inputs(model, None, Path("text"), "bytes", sizes)
+    if is_named:
+        assert list(inputs) == ["input_ids"]
+    ids = inputs["input_ids"] if is_named else inputs
+    assert (tuple(ids.shape), ids.dtype, ids.device.type) == ((3, 7), torch.int64, "cpu")
+    assert bytes(ids[0].tolist()) == b"to be o"
+
+
+def test_a_batch_is_read_as_it_was_saved(folders):
+    inputs = read_inputs("model", Path("batch.pt"), None, None, {})
+    assert list(inputs) == ["input_ids"]
+    assert torch.equal(inputs["input_ids"], torch.load("batch.pt")["input_ids"])
+    with pytest.raises(FileNotFoundError, match=r"none\.pt"):
+        read_inputs("model", Path("none.pt"), None, None, {})
 
 
 class Plain(nn.Module):
