@@ -309,3 +309,20 @@ def test_the_first_pass_must_show_all_views_and_later_ones_need_not(
     assert [reading.step for reading in sink.readings] == reads
     warned = [text for text in caplog.messages if text.startswith(words)]
     assert len(warned) == (course[0] and not strict)
+
+
+@pytest.mark.parametrize("course", [(1, 0, 0, 0), (0, 1, 0, 0), (1, 0, 1, 0, 1, 0)])
+def test_attention_that_some_passes_skip_is_measured_in_the_others_at_last(course):
+    """A pass that does otherwise than the one before it is understood, and the next measured."""
+    model, sink = PlainDecoder(block=lambda: Skipping(32, 4, 0.0)), Memory()
+    given = {"metrics": select("attention_entropy"), "schedule": every(1), "checks": None}
+    with Monitor(model, directory=None, sinks=[sink], **given) as monitor:
+        for step, skips in enumerate(course):
+            for block in model.blocks:
+                block.skips = bool(skips)
+            with torch.no_grad(), monitor(step):
+                model(batch())
+    entropy = torch.tensor([x.column("attention_entropy").layers for x in sink.readings])
+    skipped = torch.tensor(course, dtype=torch.bool)
+    assert entropy[skipped].isnan().all()
+    assert (entropy[-1] > 2).all()

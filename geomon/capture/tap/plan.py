@@ -76,7 +76,7 @@ class Plan:
     """Everything that later calls of a block need to know of its first call.
 
     Attributes:
-        steps: The operators, up to the last one at which anything is to be done.
+        steps: The operators, up to the last one at which anything is to be done, if there is one.
         events: Values to keep of the modules that project in their own way, by their number.
         goes_on: Whether attention or a choice was seen after the steps.
     """
@@ -136,14 +136,16 @@ def _steps(
     keeps: Mapping[int, Mapping[int, Keep]],
     shows: Mapping[int, Sequence[ShownAgain]],
 ) -> tuple[Step, ...]:
-    """Return a block's operators with all that is to be done at them, up to the last such one."""
+    """Return a block's operators with all that is to be done at them, up to the last such one.
+
+    If there is none, the call may have skipped the attention: later calls that do not must differ.
+    """
     steps = [
         step._replace(answers=answers.get(at, ()), keeps=keeps.get(at, {}), shows=shows.get(at, ()))
         for at, step in enumerate(way)
     ]
-    while steps and steps[-1].is_idle:
-        steps.pop()
-    return tuple(steps)
+    last = max((at for at, step in enumerate(steps, 1) if not step.is_idle), default=len(steps))
+    return tuple(steps[:last])
 
 
 def _keep_of(kept: Projection | Product, places: dict[int | None, int]) -> Keep:
