@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from geomon import Monitor, describe
-from support.measuring import oddities
+from geomon.metrics.oddities import oddities
 from support.models import PlainBlock, PlainDecoder, batch, configurations
 from support.readings import stacks_of
 

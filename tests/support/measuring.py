@@ -27,7 +27,6 @@ from geomon.metrics.cautions import cautions, explain_not_finite
 from geomon.metrics.evaluate import Evaluation
 from geomon.metrics.layer_views import LayerViews, MissingViewError, ViewsWithout
 from geomon.metrics.metric import Sizes
-from geomon.metrics.oddities import oddities
 from geomon.metrics.views import DERIVED, derived, groups_of, spread_rows
 from geomon.metrics.without import NoMarginError, sliced
 from geomon.note import Note
