@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -40,7 +41,7 @@ class Screens:
 
     def of(self, *folders, between=(), size=(100, 30), arguments=()):
         """The characters of the screen after the first look, and after each thing that happens."""
-        shown, left, begun = [], list(between), 0
+        shown, left, begun, threads = [], list(between), 0, threading.active_count()
 
         def sleep(seconds):
             nonlocal begun
@@ -49,6 +50,7 @@ class Screens:
             self.coloured = Text.from_ansi(re.sub("\x1b\\[[0-9;?]*[A-HJKhl]", "", written))
             shown.append(self.coloured.plain)
             self.paused.append(seconds)
+            assert threading.active_count() == threads  # nothing is drawn between two looks
             if not left:
                 raise KeyboardInterrupt
             left.pop(0)()
@@ -197,6 +199,17 @@ def test_a_brief_overview_has_one_line_for_all_alerts_and_no_note(make_readings)
     whole = console.file.getvalue().removeprefix(brief)
     assert "Alert at step 0: not finite" in whole
     assert "note: a note of the last reading" in whole
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_many_runs_are_all_shown_with_colours_or_characters_again(is_plain, tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1" if is_plain else "")
+    runs = [write(tmp_path / name, [reading_of({"own/mean": 1.0})]) for name in "abcdefg"]
+    lines = invoke("watch", *runs, "--once").stdout.splitlines()
+    assert [line for line in lines if line[2:] in [*"abcdefg"]] == [
+        f"{mark} {name}" for mark, name in zip("━•+x━•+" if is_plain else "━" * 7, "abcdefg",
+                                               strict=True)
+    ]  # fmt: skip
 
 
 def test_a_record_is_followed_while_it_is_written(make_readings, tmp_path, screens):
