@@ -61,11 +61,25 @@ def test_rounding_is_the_distance_that_rounding_alone_makes(dtype, scale):
     assert measured.item() < found < 2.5 * measured.item()
 
 
-def test_the_deviation_of_the_null_is_that_of_as_many_rows():
-    """Only some of the rows have their neighbours searched."""
-    null = METRICS["twonn"].null(Sizes(16_384, 3))
-    assert null["null"] == pytest.approx(3, rel=0.05)
-    assert 0.005 < null["null_std"] < 0.1  # 1.1 d / sqrt(rows) is 0.026
+# Rows and columns, and the null of each metric, measured once on noise that is always the same.
+NULLS = [
+    # Only some of so many rows have their neighbours searched: 1.1 d / sqrt(rows) is 0.026.
+    ("twonn", (16_384, 3), {"null": 3.029548, "null_std": 0.0238190}),
+    ("twonn", (40, 3), {"null": 3.181605, "null_std": 0.6611496}),
+    ("twonn", (100, 5), {"null": 5.058547, "null_std": 0.5718869}),
+    ("twonn", (99, 5), {"null": 5.058547, "null_std": 0.5718869}),  # as of 2^(53/8) rows
+    ("local_dimension", (300, 10), {"null": 8.352888}),
+    ("local_anisotropy", (300, 10), {"null": 0.1749354}),
+    ("local_dimension", (63, 4), {"null": 4.173787}),
+    ("local_dimension", (64, 4), {"null": 4.013293}),
+    ("local_anisotropy", (1100, 3), {"null": 0.4215506}),
+    ("alpha", (100, 40), {"null": 1.079217}),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "null"), NULLS)
+def test_the_nulls_of_noise_are_the_same_in_every_run(name, sizes, null):
+    assert ALL[name].null(Sizes(*sizes)) == pytest.approx(null, rel=1e-5)
 
 
 def test_parts_of_the_dimension_say_what_it_stands_on():
