@@ -79,6 +79,17 @@ def test_metrics_are_those_of_loops_over_queries(kind, options, block, cut_block
         torch.testing.assert_close(own, {tag: every[tag] for tag in own}, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("block", [250, 10**9])
+def test_scores_are_the_same_in_every_type_that_holds_their_numbers(dtype, block, cut_blocks):
+    cut_blocks(block)
+    query, key = whole(2, 4, 40, 16), whole(2, 2, 40, 16, seed=1)
+    visible, options = mask("window", 2, 40), OPTIONS["bias of heads"]
+    want = attention_rows(scores_of(query, key, visible, 0.5, **options))
+    got = attention_rows(scores_of(query.to(dtype), key.to(dtype), visible, 0.5, **options))
+    assert all(map(torch.equal, got, want))
+
+
 def measured(captured, names):
     """Values of metrics on captured views, by tag."""
     views, found = LayerViews(Layer(1, "block", captured)), {}
