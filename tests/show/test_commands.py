@@ -489,7 +489,7 @@ def test_names_are_as_short_as_tells_the_runs_apart(paths, names, make_readings,
     ("made", "lines"),
     [
         ({"steps": (7,), "layers": 1, "heads": 1}, ["wrote"] * 6),
-        ({"layers": 48, "heads": 64}, ["wrote"] * 6),
+        ({"layers": 32, "heads": 32}, ["wrote"] * 6),
         ({"steps": (500, 700, 900), "layers": 2, "heads": 3}, ["wrote"] * 6),
         ({"layers": 2, "heads": 1, "curves": {"qk_cosine/layer_01/head_0": (NAN, 0.5)}},
          ["wrote"] * 6),
@@ -530,7 +530,8 @@ def test_files_stand_beside_the_record_or_where_asked(run, tmp_path):
         (("compare", run, run, "--out", tmp_path / "both.svg"), [tmp_path / "both.svg"]),
         (("report", run, "-o", page), [page]),
     ]:  # fmt: skip
-        done = invoke(*arguments)
+        with matplotlib.rc_context({"savefig.dpi": 20}):
+            done = invoke(*arguments)
         assert done.exit_code == 0, done.stderr
         assert re.findall(r"^wrote (\S.*?)(?: \(.*)?$", done.stdout, re.M) == [*map(str, files)]
         assert all(file.is_file() for file in files)
