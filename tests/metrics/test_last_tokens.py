@@ -63,6 +63,13 @@ def test_last_tokens_that_are_unknown_or_few_are_missing_with_the_reason(layer, 
     assert any(words in note.words() for note in result.notes)
 
 
+def test_the_fewest_last_tokens_of_a_spectrum_are_enough():
+    metrics = check_metrics({"rank": MORE_METRICS["effective_rank_last"]})
+    result = Evaluator(metrics, 1).evaluate([made(normal(90, 4), normal(64, 4))], 90)
+    assert math.isfinite(result.stacks[""]["rank"].at(1))
+    assert not [note for note in result.notes if "fewer than" in note.words()]
+
+
 def test_the_null_of_a_spectrum_of_last_tokens_is_that_of_as_many_sequences():
     metrics = check_metrics({"rank": MORE_METRICS["effective_rank_last"]})
     layers = [made(normal(200, 12), normal(150, 12, seed=n), index=n) for n in (0, 1)]

@@ -1,6 +1,7 @@
 """Metrics of the table against references on the raw rows, and what the table refuses."""
 
 import copy
+import dataclasses
 import math
 import pickle
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from geomon import METRICS, MORE_METRICS, Metric, MetricText, geometry
-from geomon.metrics import check_metrics
+from geomon.metrics import Evaluator, check_metrics
 from support import definitions as by_book
 from support import samples
 from support.kernels import (
@@ -142,6 +143,17 @@ def test_a_copy_of_a_metric_is_the_metric(metric):
     for copied in (copy.deepcopy(metric), pickle.loads(pickle.dumps(metric))):
         assert (copied is metric) == (metric is METRICS["twonn"])
         assert vars(copied) == vars(metric)
+
+
+def test_what_measurements_share_cannot_be_changed_by_one_of_them():
+    evaluator = Evaluator(check_metrics(["within_variance"]), 1, strict=True)
+    assert evaluator.evaluate([], 4).stacks == {}
+    types = made(torch.eye(2), token_ids=torch.zeros(2).long())["token_types"]
+    assert float(types.within_variance) == pytest.approx(1)
+    for each in (evaluator, evaluator.metrics["within_variance"], types):
+        name = dataclasses.fields(each)[0].name
+        with pytest.raises((dataclasses.FrozenInstanceError, TypeError)):
+            setattr(each, name, getattr(each, name))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Interactive charts hold what JSON can hold, whatever was measured."""
 
+import dataclasses
 import json
 import math
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from geomon.show.charts import draw
-from geomon.show.panels import Matrix
+from geomon.show.panels import Line, Lines, Matrix
 
 
 @pytest.mark.parametrize("is_logarithmic", [True, False])
@@ -24,3 +25,13 @@ def test_a_matrix_with_values_that_no_colour_has_is_drawn_without_them(is_logari
     assert [*map(list, chart.data[0].z)] == [[first, ten], [None, one]]
     assert heatmap["zmin"] == one
     assert heatmap["zmax"] == ten
+
+
+def test_a_panel_that_several_pages_draw_is_changed_by_none():
+    line = Line("one", [0, 8], [1.0, 2.0], "#000000")
+    panel, matrix = Lines("size", [line]), Matrix("size", np.ones((1, 1)), [1], [0], 0.0, 1.0)
+    assert (line.dot, panel.steps, matrix.is_signed) == (3.5, [0, 8], False)
+    for each in (line, panel, matrix):
+        name = dataclasses.fields(each)[0].name
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(each, name, getattr(each, name))
