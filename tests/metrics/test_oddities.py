@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from geomon import Monitor, describe
-from geomon.metrics.oddities import oddities
+from geomon.metrics.oddities import oddities, traits_of
+from support.measuring import Layer
 from support.models import PlainBlock, PlainDecoder, batch, configurations
 from support.readings import stacks_of
 
@@ -307,3 +308,42 @@ def test_heads_of_one_layer_are_alike_to_six_digits(heads, named):
     notes = oddities({}, stacks_of(values)[""])
     said = f"heads attend alike, number for number: {named}"
     assert [note.words() for note in notes] == [said] * (named is not None)
+
+
+def seen(*rows, heads=2):
+    """Visible keys, [sequences, heads, queries, keys], from rows of digits."""
+    mask = torch.tensor([[[int(key) for key in row] for row in one] for one in rows]) > 0
+    return mask[:, None].expand(-1, heads, -1, -1)
+
+
+CAUSAL_MASK = ["1000", "1100", "1110", "1111"]
+QUERY = torch.zeros(1, 2, 4, 16)
+IDS, HIDDEN = torch.tensor([3, 5, 3]), torch.tensor([[3.0, 4.0], [1.0, 0.0], [0.0, 9.0]])
+# Captured views, and the traits that they show.
+SEEN = [
+    ({"visible": seen(CAUSAL_MASK)}, {"keys": 4, "last_key": 2.5, "is_causal": 1.0}),
+    ({"visible": seen(["1100", "1110", "0111"])}, {"keys": 4, "last_key": 3.0, "is_causal": 1.0}),
+    ({"visible": seen(["1111"] * 4)}, {"keys": 4, "last_key": 4.0, "is_causal": 0.0}),
+    ({"visible": seen(["1100", "1100", "1110"])},
+     {"keys": 4, "last_key": 7 / 3, "is_causal": 0.0}),
+    ({"visible": seen(["1110"])}, {"keys": 4, "last_key": 3.0, "is_causal": 0.0}),
+    # A sequence in which a query sees nothing is padded.
+    ({"visible": seen(["0000", "1111"], ["1000", "1100"])},
+     {"keys": 4, "last_key": 1.5, "is_causal": 1.0}),
+    ({"visible": seen(["0000", "1111"])}, {}),
+    # Of heads, each key counts that one of them sees.
+    ({"visible": torch.cat([seen(["1000", "1000"]), seen(["0000", "0010"])], dim=1)},
+     {"keys": 4, "last_key": 2.0, "is_causal": 1.0}),
+    ({"scale": 0.5, "query": QUERY}, {"scale": 0.5, "scale_by_width": 2.0}),
+    ({"scale": 1.0, "query": QUERY}, {"scale": 1.0, "scale_by_width": 4.0}),
+    ({"scale": 1.0, "query": QUERY, "bias": QUERY}, {}),
+    ({"scale": 0.5, "query": QUERY, "bias": QUERY}, {"scale": 0.5, "scale_by_width": 2.0}),
+    ({"scale": 0.5}, {}), ({"scale": None, "query": QUERY}, {}),
+    ({"token_ids": IDS}, {"kinds": 2, "most_frequent": 3, "share_of_one": 2 / 3}),
+    ({"token_ids": IDS[:0]}, {}), ({"hidden": HIDDEN}, {"size": 5.0}), ({"hidden": HIDDEN[:0]}, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("captured", "traits"), SEEN)
+def test_traits_are_what_the_views_of_a_layer_show(captured, traits):
+    assert traits_of(Layer(1, "block", captured)) == pytest.approx(traits)
