@@ -7,8 +7,10 @@ import math
 import numpy as np
 import pytest
 
+from geomon.analysis import Curve
+from geomon.analysis.phase import Point
 from geomon.show.charts import draw
-from geomon.show.panels import Line, Lines, Matrix
+from geomon.show.panels import Line, Lines, Matrix, thin
 
 
 @pytest.mark.parametrize("is_logarithmic", [True, False])
@@ -35,3 +37,14 @@ def test_a_panel_that_several_pages_draw_is_changed_by_none():
         name = dataclasses.fields(each)[0].name
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(each, name, getattr(each, name))
+
+
+@pytest.mark.parametrize(("count", "is_thinned"), [(400, False), (401, True)])
+def test_a_curve_of_more_than_four_hundred_points_is_thinned(count, is_thinned):
+    curve = Curve([Point(step, float(step % 7 == 3 or -step), 0.0) for step in range(count)])
+    found = thin(curve)
+    assert (len(found) < count) == is_thinned
+    assert {*found.points} <= {*curve.points}
+    assert found.steps[0] == 0
+    assert found.steps[-1] == count - 1
+    assert min(found.values) == min(curve.values)
