@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from geomon import METRICS, MORE_METRICS, Metric, MetricText, geometry
+from geomon import METRICS, MORE_METRICS, Metric, MetricText, at_last, geometry
 from geomon.metrics import Evaluator, check_metrics
 from support import definitions as by_book
 from support import samples
@@ -143,6 +143,38 @@ def test_a_copy_of_a_metric_is_the_metric(metric):
     for copied in (copy.deepcopy(metric), pickle.loads(pickle.dumps(metric))):
         assert (copied is metric) == (metric is METRICS["twonn"])
         assert vars(copied) == vars(metric)
+
+
+def told(hidden):
+    """Size of all rows,
+    in one number.
+
+    More of it.
+    """
+    return hidden.norm()
+
+
+class Told:
+    """A metric that is an object."""
+
+    def __call__(self, hidden):
+        return hidden.norm()
+
+
+def test_a_metric_of_one_s_own_is_told_by_its_docstring_and_at_last_tokens_it_says_so():
+    own = check_metrics({"told": told, "norm": norm, "object": Told()})
+    assert [(name, each.text.title, each.text.meaning) for name, each in own.items()] == [
+        ("told", "told", "Size of all rows, in one number."), ("norm", "norm", ""),
+        ("object", "object", ""),
+    ]  # fmt: skip
+    assert all(each.text.is_charted for each in own.values())
+    cosine, last = METRICS["cosine"], at_last(METRICS["cosine"], at_least=5)
+    assert last.text.title == f"{cosine.text.title}, last tokens"
+    assert last.text.meaning == f"At the last token of each sequence: {cosine.text.meaning}"
+    assert (last.text.null, last.null, last.rows, last.at_least) == ("", None, "last", 5)
+    assert (last.text.unit, last.function) == (cosine.text.unit, cosine.function)
+    assert at_last(told).text.title == "told, last tokens"
+    assert (at_last(told).at_least, at_last(told).has_margin) == (2, True)
 
 
 def test_what_measurements_share_cannot_be_changed_by_one_of_them():

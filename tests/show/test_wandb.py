@@ -208,6 +208,23 @@ def test_a_run_that_is_disabled_or_not_there_costs_nothing(is_there, monkeypatch
     assert vars(disabled) == before
 
 
+def test_a_run_that_begins_after_the_sink_was_made_has_later_readings(monkeypatch):
+    monkeypatch.setattr("wandb.run", None)
+    sink = WandB(pictures=False)
+    sink.describe({"model": "Decoder", "metrics": TEXTS})
+    sink.write(reading(0))
+    run = Run()
+    monkeypatch.setattr("wandb.run", run)
+    sink.write(reading(1))
+    monkeypatch.setattr("wandb.run", Run())  # the first one is kept
+    sink.write(reading(2))
+    sink.close()
+    run.end_row()
+    assert steps_of(run).keys() == {1, 2}
+    assert run.config["geomon"]["model"] == "Decoder"
+    assert run.config["geomon"]["metrics"]["anisotropy"] == TEXTS["anisotropy"]["meaning"]
+
+
 def test_a_run_to_which_nobody_else_logs_is_said_once(caplog):
     _, sink = watched()
     with caplog.at_level("WARNING", "geomon"):
