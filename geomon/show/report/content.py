@@ -151,9 +151,9 @@ class _RunCurves:
     """
 
     def __init__(self, runs: Runs, selected: Runs) -> None:
-        self._first, *more = selected.values()
-        self._is_comparison = bool(more)
-        self._alerts = [] if more else alerts_of(*runs.values())
+        self._first = next(iter(selected.values()))
+        self._is_comparison = len(runs) > 1
+        self._alerts = [] if self._is_comparison else alerts_of(*runs.values())
         self.quantities: dict[str, Quantity] = {}
         curves: list[dict[str, Curve]] = []
         for readings in selected.values():
