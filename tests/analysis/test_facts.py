@@ -213,7 +213,9 @@ def test_values_that_were_not_measured_are_not_mentioned(make_readings):
     assert summarise(make_readings(without=without)) == [none, cost]
     looked = "Until step 1,500: 9 readings, at most 512 steps apart."
     assert summarise(make_readings(without=[*without, "geomon"])) == [none, looked]
-    assert summarise(Readings([], [])) == ["No readings yet."]
+    for given in (make_readings(without=without).readings, iter(make_readings(without=without))):
+        assert summarise(given) == [none, cost]
+    assert summarise(Readings([], [])) == summarise([]) == ["No readings yet."]
 
 
 def test_the_run_of_the_definitions_in_words(make_readings):
