@@ -48,6 +48,8 @@ def test_a_chart_comes_first_then_a_table_and_sentences_are_folded(tmp_path):
     assert [page.count(part) > 0 for part in parts] == [True] * len(parts)
     assert sorted(parts, key=page.index) == parts
     assert re.search(r"<details>\s*<summary>In sentences", page)
+    style = re.search(r"<style>(.*?)</style>", page, re.S)[1]
+    assert [name for name in (".panel", ".headline", ".quiet", ".wide") if name not in style] == []
     row = re.search(r"<tr><th>intrinsic dimension, mean over layers</th>(.*?)</tr>", page, re.S)
     cells = [" ".join(cell.split()) for cell in re.findall(r"<td>(.*?)</td>", row[1], re.S)]
     assert cells[0].startswith("2.0 ± 0.1")
