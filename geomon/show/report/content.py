@@ -270,7 +270,7 @@ def _ends(profile: Lines, run: str, colour: str) -> list[Line]:
     first, last = profile.lines[0], profile.lines[-1]
     thin_first = replace(first, name="", colour=colour, dash="dot", width=1.0)
     ends = [thin_first, replace(last, name=f"{run}, step {last.name}", colour=colour, width=2.0)]
-    return ends[-1:] if last is first else ends
+    return ends[1:] if last is first else ends
 
 
 def _at(readings: Readings, most: int) -> Readings:
