@@ -6,7 +6,7 @@ import re
 import pytest
 
 from geomon import Readings
-from support.pages import alerted, invoke, write
+from support.pages import alerted, course_of, invoke, write
 from support.readings import TEXTS, reading_of
 
 
@@ -149,3 +149,15 @@ def test_the_mean_of_seeds_is_over_the_steps_that_all_runs_have(tmp_path):
     }  # fmt: skip
     assert bands == {mean: {100: (8.0, 4.0), 200: (7.3333, 6.0), 300: (8.0, 4.0)}}
     assert colours["0"] == colours["1"] == colours[mean] != colours["c"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_curves_before_alerts_name_their_run_if_there_are_several(count, tmp_path):
+    whole = alerted(Readings([], run_of(2.0, 7.0)), [(100, "left_band")], [course_of("a/b", 100)])
+    runs = [write(tmp_path / name, whole) for name in "xy"[:count]]
+    page, charts = page_on(tmp_path, *runs)
+    assert "Before the alerts" in charts
+    found = re.findall(r"[xy: ]*left[ _]band at step 100: a/b", page)
+    names = ["x: ", "y: "] if count > 1 else [""]
+    said = [f"{name}left band at step 100: a/b" for name in names]
+    assert {*found} == {*said} if count > 1 else not found
