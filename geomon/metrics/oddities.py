@@ -63,7 +63,7 @@ def _reach(visible: Tensor) -> Traits:
     traits = {"keys": keys, "last_key": float(last.double().mean())}
     if last.shape[1] > 1:  # the place of a query is known only by comparison
         traits["is_causal"] = float((last.diff(dim=1) > 0).all())
-    elif visible.shape[2] == 1:
+    else:
         traits["is_causal"] = 0.0  # one mask for all queries
     return traits
 

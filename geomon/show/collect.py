@@ -189,7 +189,7 @@ def map_panel(readings: Readings, metric: str) -> Matrix | None:
     lowest = float(np.nanmin(table))
     low, high = _range_of(table, metric, _largest(readings, metric))
     if lowest >= 0:  # cosines of a single sign differ more visibly on this scale
-        low, high = 0.0, float(np.nanmax(table)) if low < 0 else high
+        low, high = 0.0, np.nanmax(table) if low < 0 else high
     wide = lowest > 0 and high > _MAX_LINEAR_COLOURS * lowest
     low, high = (lowest if wide else low), (high if high > low else low + 1.0)
     return Matrix(
@@ -303,7 +303,7 @@ def _range_of(values: Floats, metric: str, most: float) -> tuple[float, float]:
     """Choose the ends of a colour scale: symmetric about 0 for cosines and if both signs occur."""
     if math.isfinite(most):
         return 0.0, most
-    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    low, high = np.nanmin(values), np.nanmax(values)
     if metric.endswith("cosine"):
         return -1.0, 1.0
     return (-max(-low, high), max(-low, high)) if low < 0 else (low, high)

@@ -1,7 +1,7 @@
 """Describes the differences between two runs in lines of text."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from geomon.analysis import Difference, significant
 from geomon.record import Readings
@@ -24,12 +24,12 @@ def parse_steps(words: str, runs: Sequence[Readings]) -> tuple[int, int]:
 
 
 def describe_differences(
-    differences: Iterable[Difference], names: tuple[str, str], *, are_given: bool = False
+    found: Sequence[Difference], names: tuple[str, str], *, are_given: bool = False
 ) -> list[str]:
     """Describe the differences between two runs, those beyond the errors first.
 
     Args:
-        differences: The differences, at least one.
+        found: The differences, at least one.
         names: Names of the runs.
         are_given: Whether the user chose the steps. Defaults to False, for the last of both.
 
@@ -41,7 +41,6 @@ def describe_differences(
         beyond the errors (95 %; of 1 compared 0 would be so by chance):
           twonn/mean: 5 -> 6, higher by 1 ± 0.5 (+20 %)
     """
-    found = list(differences)
     last = max(found, key=lambda each: each.step)
     lines = [f"{names[1]} against {names[0]}, at {_steps(last)} ({_choice(last, are_given)})"]
     whole = [each for each in found if not each.place]

@@ -222,6 +222,9 @@ def test_a_value_that_leaves_its_band_is_an_alert_that_names_it_and_those_that_f
     line = f"left band (layer 2, head 1): max_logit {value}, expected {low} to {high}"
     assert first.note().lines()[0] == line
     assert "; max_logit/layer_02/head_1 left its band at step 1,051; " in first.words()
+    (course,) = first.courses
+    assert (course.tag, course.steps) == ("max_logit/layer_02/head_1", (*range(1020, 1052),))
+    assert max(course.values[:-2]) < 30 < first.numbers["value"] == pytest.approx(course.values[-1])
 
 
 def test_alerts_of_one_event_are_one_story(left_band):

@@ -4,6 +4,7 @@ Records of many shapes are made in memory. A sentence is taken apart by one patt
 margin, step and difference in it is compared with the record's.
 """
 
+import dataclasses
 import itertools
 import math
 import random
@@ -13,7 +14,8 @@ from statistics import fmean
 import pytest
 
 from geomon import Reading, Readings, WandB
-from geomon.analysis import facts_of, summarise
+from geomon.analysis import compare, curve_of, facts_of, summarise
+from geomon.analysis.alerts import RULES, Alert
 from geomon.note import Note
 from support.readings import TEXTS, raised_of, reading_of
 from support.wandb_file import Run
@@ -211,7 +213,9 @@ def test_values_that_were_not_measured_are_not_mentioned(make_readings):
     assert summarise(make_readings(without=without)) == [none, cost]
     looked = "Until step 1,500: 9 readings, at most 512 steps apart."
     assert summarise(make_readings(without=[*without, "geomon"])) == [none, looked]
-    assert summarise(Readings([], [])) == ["No readings yet."]
+    for given in (make_readings(without=without).readings, iter(make_readings(without=without))):
+        assert summarise(given) == [none, cost]
+    assert summarise(Readings([], [])) == summarise([]) == ["No readings yet."]
 
 
 def test_the_run_of_the_definitions_in_words(make_readings):
@@ -286,3 +290,19 @@ def test_one_reading_has_no_trend(make_readings):
 def test_a_value_is_printed_with_the_digits_that_its_margin_allows(value, margin, printed):
     values = {"twonn/mean": value, "twonn/mean/margin": margin}
     assert f": {printed} at step 0" in summarise(Readings([], [reading_of(values)]))[0]
+
+
+def test_what_pages_share_cannot_be_changed_by_one_of_them(make_readings):
+    readings = make_readings()
+    fact, *_ = facts_of(readings)
+    difference, *_ = compare(readings, make_readings(curves={"twonn/mean": [9.0] * 9}))
+    rule = RULES["rank_collapse"]
+    alert = Alert("rank_collapse", 3, layers=(1,), numbers={"lowest": 1.0, "limit": 1.1})
+    assert "effective rank 1.00, below 1.1" in alert.words()
+    shared = (fact, fact.quantity, fact.phase, curve_of(readings, "twonn"), difference, alert)
+    for each in shared:
+        name = dataclasses.fields(each)[0].name
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(each, name, getattr(each, name))
+    with pytest.raises(AttributeError):
+        rule.false_alarms = 9

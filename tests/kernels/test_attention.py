@@ -79,6 +79,17 @@ def test_metrics_are_those_of_loops_over_queries(kind, options, block, cut_block
         torch.testing.assert_close(own, {tag: every[tag] for tag in own}, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("block", [250, 10**9])
+def test_scores_are_the_same_in_every_type_that_holds_their_numbers(dtype, block, cut_blocks):
+    cut_blocks(block)
+    query, key = whole(2, 4, 40, 16), whole(2, 2, 40, 16, seed=1)
+    visible, options = mask("window", 2, 40), OPTIONS["bias of heads"]
+    want = attention_rows(scores_of(query, key, visible, 0.5, **options))
+    got = attention_rows(scores_of(query.to(dtype), key.to(dtype), visible, 0.5, **options))
+    assert all(map(torch.equal, got, want))
+
+
 def measured(captured, names):
     """Values of metrics on captured views, by tag."""
     views, found = LayerViews(Layer(1, "block", captured)), {}
@@ -118,8 +129,31 @@ def test_under_a_causal_mask_about_half_of_the_scores_are_computed(heads):
     query, key = normal(1, 4, 1024, 8), normal(1, 2, 1024, 8, seed=1)
     causal = torch.ones(1024, 1024, dtype=torch.bool).tril().expand(1, heads, 1024, 1024)
     found = [*scores_of(query, key, causal.contiguous(), 0.3).blocks()]
-    assert sum(scores.shape.numel() for _, scores, _ in found) <= 0.6 * 4 * 1024**2
+    assert [at for at, _, _ in found] == [
+        (slice(0, 1), slice(0, 4), slice(start, start + 128)) for start in range(0, 1024, 128)
+    ]
+    assert [scores.shape[3] for _, scores, _ in found] == [*range(128, 1025, 128)]
     assert {seen.shape[1] for _, _, seen in found} == {heads}
+
+
+@pytest.mark.parametrize(
+    ("shape", "places"),
+    [
+        # Whole sequences, if an eighth of a block holds one.
+        ((10, 4, 16, 2048), [(slice(0, 8), slice(0, 4), slice(0, 16)),
+                             (slice(8, 10), slice(0, 4), slice(0, 16))]),
+        ((2, 4, 16, 2049), [(slice(n, n + 1), slice(0, 4), slice(0, 16)) for n in range(2)]),
+        # Else queries of one sequence, at least 32 at a time, and as many heads as fit.
+        ((1, 4, 70, 8192), [(slice(0, 1), slice(0, 4), slice(n, min(n + 32, 70)))
+                            for n in (0, 32, 64)]),
+        ((1, 5, 70, 16_384), [(slice(0, 1), slice(head, min(head + 2, 5)),
+                               slice(n, min(n + 32, 70)))
+                              for head in (0, 2, 4) for n in (0, 32, 64)]),
+    ],
+)  # fmt: skip
+def test_blocks_hold_as_many_sequences_heads_and_queries_as_fit(shape, places):
+    blocks = given_scores(torch.zeros(1, 1, 1, 1).expand(shape), torch.tensor(True)).blocks()
+    assert [at for at, _, _ in blocks] == places
 
 
 def test_a_visible_key_of_score_minus_infinity_has_no_weight():

@@ -6,6 +6,7 @@ import torch
 from scipy.optimize import minimize_scalar
 from scipy.special import gammainc
 
+from geomon.kernels.dimension import meets_clusters
 from support import definitions as by_book
 from support.kernels import SCALES, gride, nearest, twonn, twonn_of_each
 from support.samples import generator
@@ -114,3 +115,36 @@ def test_neighbourhoods_whose_ratios_are_rounded_to_1_have_no_finite_dimension()
 def test_the_smallest_fifth_of_five_ratios_is_one_ratio_and_enough():
     distances = torch.tensor([[1.0, mu] for mu in (3.0, 2.0, 6.0, 4.0, 5.0)], dtype=torch.float64)
     assert float(twonn(distances).discard_80) == pytest.approx(-math.log(1 - 1 / 5) / math.log(2))
+
+
+def clustered(before, behind, count=100):
+    """Points of even growth, of which some leave a cluster before neighbour 8, and some behind it.
+
+    Logarithms of their distances to neighbours 4, 8 and 16 are 0, 1 and 2.
+    """
+    logs = torch.zeros(count, 16, dtype=torch.float64)
+    logs[:, 7:] = 1
+    logs[:, 15] = 2
+    logs[:before, 7:] += 9
+    logs[before : before + behind, 15] += 9
+    return logs.exp()
+
+
+@pytest.mark.parametrize(
+    ("neighbours", "k", "meets"),
+    [
+        (clustered(6, 0), 8, True), (clustered(5, 0), 8, False),  # more than 5 %
+        (clustered(2, 4), 8, True), (clustered(2, 5), 8, False), (clustered(0, 0), 8, False),
+        (torch.ones(100, 16), 8, False), (clustered(6, 0)[:, :15], 8, False),
+        (clustered(6, 0)[:, 7:9], 1, False), (clustered(6, 0)[:, [3, 7, 7, 15]], 2, True),
+    ],
+)  # fmt: skip
+def test_a_scale_meets_clusters_whose_edges_are_before_it_and_not_behind_it(neighbours, k, meets):
+    assert meets_clusters(neighbours, k) is meets
+
+
+@pytest.mark.parametrize(("growth", "is_edge"), [(8.01, True), (7.99, False)])
+def test_an_edge_is_five_times_the_usual_growth(growth, is_edge):
+    neighbours = clustered(0, 0)
+    neighbours[:6, 7:] *= math.exp(growth)  # of 2 + growth, to the usual 2
+    assert meets_clusters(neighbours, 8) is is_edge

@@ -235,6 +235,47 @@ def test_a_note_says_where_spectra_stand_on_fewer_rows(metric, shape, said):
     assert [note.words() for note in notes] == [text] * said
 
 
+def one(value, groups=0):
+    """A value of one split, and as many without a group of sequences."""
+    return np.full((1, 1 + groups), value)
+
+
+def measured_at(layer, parts, shape=(600, 40), **more):
+    return LayerValues("", layer, shape, parts, **more)
+
+
+RANK, ENTROPY = "effective_rank_last", "attention_entropy"
+FEW_LAST = "{}: {} sequences for a width of {} are few: compare only with readings of as many sequ"
+NO_INTERVALS = "no 95 % intervals: they need 8 sequences in a reading, but it has "
+# Values of layers, and notes on the number of sequences.
+FEW_SEQUENCES = [
+    ([measured_at(1, {"cosine": {"": one(0.5)}}, sequences=5),
+      measured_at(2, {"cosine": {"": one(0.5)}}, sequences=7)], [f"{NO_INTERVALS}7"]),
+    ([measured_at(1, {"cosine": {"": one(0.5)}}, sequences=8)], []),
+    ([measured_at(1, {"cosine": {"": one(0.5)}})], []),
+    ([measured_at(1, {RANK: {"": one(3.0), "n": one(79.0)}})], [FEW_LAST.format(RANK, 79, 40)]),
+    ([measured_at(1, {RANK: {"": one(3.0), "n": one(80.0)}})], []),
+    ([measured_at(1, {RANK: {"": one(3.0), "n": one(80.0)}}, (600, 30)),
+      measured_at(2, {RANK: {"": one(3.0), "n": one(80.0)}}, (600, 41))],
+     [FEW_LAST.format(RANK, 80, 41)]),
+    ([measured_at(1, {"drift_norm": {"": one(3.0, 8)}, ENTROPY: {"": one(2.0)},
+                      "attention_sink": {"": one(0.1)}}, sequences=8)],
+     [f"no 95 % intervals for {ENTROPY}, attention_sink: they need 8 sequences, but queries came "
+      "from fewer; a larger tokens takes them from more"]),
+    ([measured_at(1, {"drift_norm": {"": one(3.0, 8)}, ENTROPY: {"": one(2.0, 8)}}, sequences=8)],
+     []),
+    ([measured_at(1, {ENTROPY: {"": one(2.0)}}, sequences=8)], []),  # no value has an interval
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layers", "said"), FEW_SEQUENCES)
+def test_notes_say_what_stands_on_few_sequences(layers, said):
+    names = dict.fromkeys(name for layer in layers for name in layer.parts)
+    evaluator = Evaluator(check_metrics([*names]), 1)
+    notes = [note.words() for note in evaluator.combine(layers, 600).notes]
+    assert [note[: len(words)] for note, words in zip(notes, said, strict=True)] == said
+
+
 @pytest.mark.parametrize(
     "error", [SystemExit("usage: tool FILE"), GeneratorExit(), SystemExit(2), KeyboardInterrupt()]
 )

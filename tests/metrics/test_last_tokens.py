@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from geomon import METRICS, MORE_METRICS, at_last
+from geomon import METRICS, MORE_METRICS, Metric, MetricText, at_last
 from geomon.distributed import merge_layers
 from geomon.metrics import Evaluator, check_metrics
 from geomon.metrics.nulls import effective_rank_last
@@ -63,6 +63,13 @@ def test_last_tokens_that_are_unknown_or_few_are_missing_with_the_reason(layer, 
     assert any(words in note.words() for note in result.notes)
 
 
+def test_the_fewest_last_tokens_of_a_spectrum_are_enough():
+    metrics = check_metrics({"rank": MORE_METRICS["effective_rank_last"]})
+    result = Evaluator(metrics, 1).evaluate([made(normal(90, 4), normal(64, 4))], 90)
+    assert math.isfinite(result.stacks[""]["rank"].at(1))
+    assert not [note for note in result.notes if "fewer than" in note.words()]
+
+
 def test_the_null_of_a_spectrum_of_last_tokens_is_that_of_as_many_sequences():
     metrics = check_metrics({"rank": MORE_METRICS["effective_rank_last"]})
     layers = [made(normal(200, 12), normal(150, 12, seed=n), index=n) for n in (0, 1)]
@@ -76,12 +83,21 @@ def test_the_precision_of_last_tokens_is_their_own():
         LayerViews(Layer(1, "block", {"last_hidden": normal(9, 4)})).last["rounding"]
 
 
+def by_column(hidden):
+    return hidden.mean(dim=0)
+
+
 def test_numbers_for_each_head_stand_beside_the_number_of_sequences():
-    metrics = check_metrics({"own": at_last(lambda hidden: hidden.mean(dim=0))})
-    layer = made(normal(90, 4), torch.arange(12.0).reshape(3, 4))
-    column = Evaluator(metrics, 1, strict=True).evaluate([layer], 90).stacks[""]["own"]
-    assert column.by_head() == {(1, head): 4.0 + head for head in range(4)}
-    assert column.parts["n"].at(1) == 3
+    own = Metric(by_column, MetricText("Means"), rows="last")
+    metrics = check_metrics({"own": at_last(by_column), "alike": own})
+    layer = made(normal(90, 4), torch.arange(8.0).reshape(2, 4))
+    for column in Evaluator(metrics, 1, strict=True).evaluate([layer], 90).stacks[""].values():
+        assert column.by_head() == {(1, head): 2.0 + head for head in range(4)}
+        assert column.parts["n"].at(1) == 2
+    layer = made(normal(90, 4), torch.ones(1, 4))
+    notes = [note.words() for note in Evaluator(metrics, 1).evaluate([layer], 90).notes]
+    few = "fewer than 2 sequences in a reading: use larger batches, or a probe with more sequences"
+    assert f"own, alike, layer 1: {few}" in notes
 
 
 def test_last_tokens_of_several_ranks_stand_one_after_another():

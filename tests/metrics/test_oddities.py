@@ -9,7 +9,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from geomon import Monitor, describe
+from geomon.metrics.oddities import oddities, traits_of
+from support.measuring import Layer
 from support.models import PlainBlock, PlainDecoder, batch, configurations
+from support.readings import stacks_of
 
 LAYERS, ODD = 5, 3  # of which this one differs
 METRICS = ["attention_entropy_normalised", "qk_dot", "within_variance"]
@@ -221,3 +224,126 @@ def test_the_log_has_the_sentence_itself_beside_the_number_of_notes(tmp_path, ca
     said = [record.getMessage() for record in caplog.records]
     assert LATER in said
     assert any("notes on how far its values can be trusted" in each for each in said)
+
+
+# Traits by layer, and the sentence on them.
+CAUSAL = {"is_causal": 1.0, "last_key": 5.0}
+TRAITS = [
+    ([CAUSAL, CAUSAL, {"is_causal": 0.0, "last_key": 5.5}],
+     "attention sees keys after the query, layer 2; in the other layers it does not"),
+    ([CAUSAL, CAUSAL, {"is_causal": 0.0, "last_key": 5.0}], None),  # fewer keys, as in a window
+    ([{"is_causal": 0.0, "last_key": 4.0}, {"is_causal": 0.0, "last_key": 6.0}, CAUSAL], None),
+    ([CAUSAL, {"is_causal": 0.0, "last_key": 9.0}], None),  # of two layers, neither is odd
+    ([{}, *[CAUSAL] * 3, *[{"is_causal": 0.0, "last_key": 9.0}] * 2],
+     "attention sees keys after the query, layer 4, 5; in the other layers it does not"),
+    ([{}, *[CAUSAL] * 3, *[{"is_causal": 0.0, "last_key": 9.0}] * 3], None),
+    ([{"scale": 0.25, "scale_by_width": 0.5}, *[{"scale": 0.125, "scale_by_width": 1.0}] * 2],
+     "scores of attention are scaled by 0.25, layer 0, and in the other layers by 0.125"),
+    ([{"scale": 1.0, "scale_by_width": 1.0001}, *[{"scale": 1.0, "scale_by_width": 1.0}] * 2],
+     "scores of attention are scaled by 1, layer 0, and in the other layers by 1"),
+    ([{"scale": 1.0, "scale_by_width": 1.00004}, *[{"scale": 1.0, "scale_by_width": 1.0}] * 2],
+     None),
+    ([{"scale": 0.1, "scale_by_width": 1.0}, *[{"scale": 0.2, "scale_by_width": 1.0}] * 2], None),
+    ([{"share_of_one": 0.334, "kinds": 8.0, "most_frequent": 7.0}],
+     "token 7 makes up 33 % of the rows: if it is padding, pass an attention mask, so that it is "
+     "left out"),
+    ([{"share_of_one": 1 / 3, "kinds": 8.0, "most_frequent": 7.0}], None),
+    ([{"share_of_one": 0.9, "kinds": 7.0, "most_frequent": 7.0}], None),
+    ([{"size": 2.0}, {"size": 240.0}, {"size": 500.0}, {"size": 60_000.0}],
+     "hidden states up to 120 times larger than one layer before, layer 1, 3"),
+    ([{"size": 60_000.0}, {"size": 500.0}, {"size": 250.0}, {"size": 2.0}],
+     "hidden states up to 125 times smaller than one layer before, layer 1, 3"),
+    ([{"size": 1.0}, {"size": 100.0}, {"size": 1.0}], None),
+    ([{"size": 1.0}, {}, {"size": 500.0}, {"size": 0.0}, {"size": 500.0}], None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("traits", "said"), TRAITS)
+def test_layers_are_odd_beyond_the_limits(traits, said):
+    notes = oddities(dict(enumerate(traits)), {})
+    assert [note.words() for note in notes] == [said] * (said is not None)
+    assert all(note.is_odd for note in notes)
+
+
+FLAT = "attention is uniform, layer {}, as with random weights or queries of 0; in most layers it i"
+# Normalised entropies by layer, and the layers that are named.
+ENTROPIES = [
+    ([0.9991, 0.5, 0.5], "0"), ([0.999, 0.5, 0.5], None), ([0.9991, 0.5], None),
+    ([0.9991, 0.9995, 0.89, 0.5, 0.5], "0, 1"), ([0.9991, 0.9995, 0.9, 0.5, 0.5], None),
+    ([0.9991, 0.9995, 0.5, 0.5], None), ([], None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("entropies", "named"), ENTROPIES)
+def test_attention_is_uniform_beside_layers_of_which_most_are_selective(entropies, named):
+    tag = "attention_entropy_normalised/layer_{:02d}"
+    values = {tag.format(layer): entropy for layer, entropy in enumerate(entropies)}
+    notes = oddities({}, stacks_of(values).get("", {}))
+    assert [note.words()[:85] for note in notes] == [FLAT.format(named)[:85]] * (named is not None)
+
+
+# Entropy and product of mean query and mean key of each head, by layer; the end of the sentence.
+HEADS = [
+    ({1: [(0.5, 2.0), (0.5, 2.0)]}, "layer 1, head 0; layer 1, head 1"),
+    ({1: [(0.5, 2.0), (0.4, 1.0), (0.5000001, 2.000001)]}, "layer 1, head 0; layer 1, head 2"),
+    ({1: [(0.5, 2.0), (0.500001, 2.0)]}, None), ({1: [(0.5, 2.0), (0.5, 2.00001)]}, None),
+    ({1: [(0.5, 2.0)], 2: [(0.5, 2.0)]}, None),
+    ({1: [(0.9991, 2.0), (0.9991, 2.0)]}, None), ({1: [(0.999, 2.0), (0.999, 2.0)]}, None),
+    ({1: [(0.998, 0.0), (0.998, 0.0)]}, "layer 1, head 0; layer 1, head 1"),
+    ({1: [(0.5, float("nan")), (0.5, float("nan"))]}, None),
+    ({1: [(0.5, 2.0)] * 2, 2: [(0.3, -1.0)] * 2},
+     "layer 1, head 0; layer 1, head 1; layer 2, head 0; layer 2, head 1"),
+    ({1: [(0.5, 2.0)] * 2, 2: [(0.3, -1.0)] * 4},
+     "layer 1, head 0; layer 1, head 1; layer 2, head 0; layer 2, head 1 and 2 more"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("heads", "named"), HEADS)
+def test_heads_of_one_layer_are_alike_to_six_digits(heads, named):
+    values = {}
+    for layer, pairs in heads.items():
+        for head, (entropy, product) in enumerate(pairs):
+            values[f"attention_entropy_normalised/layer_{layer:02d}/head_{head}"] = entropy
+            values[f"qk_dot/layer_{layer:02d}/head_{head}"] = product
+    notes = oddities({}, stacks_of(values)[""])
+    said = f"heads attend alike, number for number: {named}"
+    assert [note.words() for note in notes] == [said] * (named is not None)
+
+
+def seen(*rows, heads=2):
+    """Visible keys, [sequences, heads, queries, keys], from rows of digits."""
+    mask = torch.tensor([[[int(key) for key in row] for row in one] for one in rows]) > 0
+    return mask[:, None].expand(-1, heads, -1, -1)
+
+
+CAUSAL_MASK = ["1000", "1100", "1110", "1111"]
+QUERY = torch.zeros(1, 2, 4, 16)
+IDS, HIDDEN = torch.tensor([3, 5, 3]), torch.tensor([[3.0, 4.0], [1.0, 0.0], [0.0, 9.0]])
+# Captured views, and the traits that they show.
+SEEN = [
+    ({"visible": seen(CAUSAL_MASK)}, {"keys": 4, "last_key": 2.5, "is_causal": 1.0}),
+    ({"visible": seen(["1100", "1110", "0111"])}, {"keys": 4, "last_key": 3.0, "is_causal": 1.0}),
+    ({"visible": seen(["1111"] * 4)}, {"keys": 4, "last_key": 4.0, "is_causal": 0.0}),
+    ({"visible": seen(["1100", "1100", "1110"])},
+     {"keys": 4, "last_key": 7 / 3, "is_causal": 0.0}),
+    ({"visible": seen(["1110"])}, {"keys": 4, "last_key": 3.0, "is_causal": 0.0}),
+    # A sequence in which a query sees nothing is padded.
+    ({"visible": seen(["0000", "1111"], ["1000", "1100"])},
+     {"keys": 4, "last_key": 1.5, "is_causal": 1.0}),
+    ({"visible": seen(["0000", "1111"])}, {}),
+    # Of heads, each key counts that one of them sees.
+    ({"visible": torch.cat([seen(["1000", "1000"]), seen(["0000", "0010"])], dim=1)},
+     {"keys": 4, "last_key": 2.0, "is_causal": 1.0}),
+    ({"scale": 0.5, "query": QUERY}, {"scale": 0.5, "scale_by_width": 2.0}),
+    ({"scale": 1.0, "query": QUERY}, {"scale": 1.0, "scale_by_width": 4.0}),
+    ({"scale": 1.0, "query": QUERY, "bias": QUERY}, {}),
+    ({"scale": 0.5, "query": QUERY, "bias": QUERY}, {"scale": 0.5, "scale_by_width": 2.0}),
+    ({"scale": 0.5}, {}), ({"scale": None, "query": QUERY}, {}),
+    ({"token_ids": IDS}, {"kinds": 2, "most_frequent": 3, "share_of_one": 2 / 3}),
+    ({"token_ids": IDS[:0]}, {}), ({"hidden": HIDDEN}, {"size": 5.0}), ({"hidden": HIDDEN[:0]}, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("captured", "traits"), SEEN)
+def test_traits_are_what_the_views_of_a_layer_show(captured, traits):
+    assert traits_of(Layer(1, "block", captured)) == pytest.approx(traits)

@@ -1,6 +1,7 @@
 """Metrics of the table against references on the raw rows, and what the table refuses."""
 
 import copy
+import dataclasses
 import math
 import pickle
 
@@ -8,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from geomon import METRICS, MORE_METRICS, Metric, MetricText, geometry
-from geomon.metrics import check_metrics
+from geomon import METRICS, MORE_METRICS, Metric, MetricText, at_last, geometry
+from geomon.metrics import Evaluator, check_metrics
 from support import definitions as by_book
 from support import samples
 from support.kernels import (
@@ -61,11 +62,25 @@ def test_rounding_is_the_distance_that_rounding_alone_makes(dtype, scale):
     assert measured.item() < found < 2.5 * measured.item()
 
 
-def test_the_deviation_of_the_null_is_that_of_as_many_rows():
-    """Only some of the rows have their neighbours searched."""
-    null = METRICS["twonn"].null(Sizes(16_384, 3))
-    assert null["null"] == pytest.approx(3, rel=0.05)
-    assert 0.005 < null["null_std"] < 0.1  # 1.1 d / sqrt(rows) is 0.026
+# Rows and columns, and the null of each metric, measured once on noise that is always the same.
+NULLS = [
+    # Only some of so many rows have their neighbours searched: 1.1 d / sqrt(rows) is 0.026.
+    ("twonn", (16_384, 3), {"null": 3.029548, "null_std": 0.0238190}),
+    ("twonn", (40, 3), {"null": 3.181605, "null_std": 0.6611496}),
+    ("twonn", (100, 5), {"null": 5.058547, "null_std": 0.5718869}),
+    ("twonn", (99, 5), {"null": 5.058547, "null_std": 0.5718869}),  # as of 2^(53/8) rows
+    ("local_dimension", (300, 10), {"null": 8.352888}),
+    ("local_anisotropy", (300, 10), {"null": 0.1749354}),
+    ("local_dimension", (63, 4), {"null": 4.173787}),
+    ("local_dimension", (64, 4), {"null": 4.013293}),
+    ("local_anisotropy", (1100, 3), {"null": 0.4215506}),
+    ("alpha", (100, 40), {"null": 1.079217}),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "null"), NULLS)
+def test_the_nulls_of_noise_are_the_same_in_every_run(name, sizes, null):
+    assert ALL[name].null(Sizes(*sizes)) == pytest.approx(null, rel=1e-5)
 
 
 def test_parts_of_the_dimension_say_what_it_stands_on():
@@ -128,6 +143,49 @@ def test_a_copy_of_a_metric_is_the_metric(metric):
     for copied in (copy.deepcopy(metric), pickle.loads(pickle.dumps(metric))):
         assert (copied is metric) == (metric is METRICS["twonn"])
         assert vars(copied) == vars(metric)
+
+
+def told(hidden):
+    """Size of all rows,
+    in one number.
+
+    More of it.
+    """
+    return hidden.norm()
+
+
+class Told:
+    """A metric that is an object."""
+
+    def __call__(self, hidden):
+        return hidden.norm()
+
+
+def test_a_metric_of_one_s_own_is_told_by_its_docstring_and_at_last_tokens_it_says_so():
+    own = check_metrics({"told": told, "norm": norm, "object": Told()})
+    assert [(name, each.text.title, each.text.meaning) for name, each in own.items()] == [
+        ("told", "told", "Size of all rows, in one number."), ("norm", "norm", ""),
+        ("object", "object", ""),
+    ]  # fmt: skip
+    assert all(each.text.is_charted for each in own.values())
+    cosine, last = METRICS["cosine"], at_last(METRICS["cosine"], at_least=5)
+    assert last.text.title == f"{cosine.text.title}, last tokens"
+    assert last.text.meaning == f"At the last token of each sequence: {cosine.text.meaning}"
+    assert (last.text.null, last.null, last.rows, last.at_least) == ("", None, "last", 5)
+    assert (last.text.unit, last.function) == (cosine.text.unit, cosine.function)
+    assert at_last(told).text.title == "told, last tokens"
+    assert (at_last(told).at_least, at_last(told).has_margin) == (2, True)
+
+
+def test_what_measurements_share_cannot_be_changed_by_one_of_them():
+    evaluator = Evaluator(check_metrics(["within_variance"]), 1, strict=True)
+    assert evaluator.evaluate([], 4).stacks == {}
+    types = made(torch.eye(2), token_ids=torch.zeros(2).long())["token_types"]
+    assert float(types.within_variance) == pytest.approx(1)
+    for each in (evaluator, evaluator.metrics["within_variance"], types):
+        name = dataclasses.fields(each)[0].name
+        with pytest.raises((dataclasses.FrozenInstanceError, TypeError)):
+            setattr(each, name, getattr(each, name))
 
 
 @pytest.mark.parametrize(

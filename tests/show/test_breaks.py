@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from geomon import Readings
-from geomon.analysis import facts_of
+from geomon.analysis import FactLog, facts_of
 from geomon.show import charts
 from geomon.show.collect import dimension_panel
 from geomon.show.figures import draw
@@ -49,3 +49,14 @@ def test_facts_are_of_what_follows_the_last_break(tokens, word, start):
     assert (fact.phase.start.step, fact.phase.last.step) == (start, 50)
     assert tokens == 1024 or fact.word in (word, "compressing")
     assert tokens == 4096 or fact.phase.start.value == 2.0
+
+
+@pytest.mark.parametrize(("tokens", "starts"), [(1024, [0] * 6), (4096, [0, 0, 0, 30, 30, 30])])
+def test_facts_of_readings_as_they_come_begin_anew_at_a_break(tokens, starts):
+    readings, found = resumed(tokens), []
+    log = FactLog(readings.runs)
+    for each in readings:
+        log.add([each])
+        (fact,) = log.facts()
+        found.append(fact.phase.start.step)
+    assert found == starts

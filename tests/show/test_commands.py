@@ -334,6 +334,7 @@ PRINTED = [
         for step, value in enumerate(values)], f"  {spark} ")
       for values, margin, spark in (
           ([5.36, 5.44, 5.41, 5.35], 0.0, "▄▄▄▄"),
+          ([-5.36, -5.44, -5.41, -5.35], 0.0, "▄▄▄▄"),
           ([5.0, 5.15], 0.0, "▁█"),
           ([5.0, 6.0], 0.4, "▁█"),
           ([5.0, 5.4, 4.9, 5.2, 5.5, 5.1], 0.35, "▄▄▄▄▄▄"),  # within twice the margin
@@ -374,7 +375,8 @@ def test_an_overview_fits_what_was_read(readings, pattern, tmp_path, monkeypatch
     [
         ([5.0 + 0.01 * (n % 3) for n in range(40)], 4.91, 5.11),  # 4 % of the value
         ([0.0] * 9, 0.0, 1.0), ([1e-10] * 9, 0.0, 1.0), ([3.0] * 9, 2.94, 3.06),
-        ([-3.0] * 9, -3.06, -2.94), ([1e38] * 9, 0.98e38, 1.02e38), ([7.0], 6.86, 7.14),
+        ([-3.0] * 9, -3.06, -2.94), ([-0.5, 0.0] * 9, -0.5, 0.0),
+        ([1e38] * 9, 0.98e38, 1.02e38), ([7.0], 6.86, 7.14),
     ],
 )  # fmt: skip
 def test_noise_looks_flat_on_an_axis_that_is_negative_only_for_negative_values(
@@ -422,9 +424,9 @@ def test_long_runs_are_thinned_and_keep_both_ends_and_extremes(make_readings, tm
     page = (tmp_path / "page.html").read_text()
     drawn = [json.loads(text) for text in re.findall(r'"customdata":(\[.*?\])[,}]', page)
              if not text.startswith("[[")]  # fmt: skip
-    assert 200 < max(map(len, drawn)) <= 403
+    assert max(map(len, drawn)) == 268  # two halves of 200, which share steps, and the extreme
     assert {0, 317, 449} <= set(drawn[0])
-    assert 8 < len(re.findall(r'"method":"restyle"', page)) <= 16  # moves of a slider
+    assert len(re.findall(r'"method":"restyle"', page)) == 14  # of a slider
 
 
 def words_of(folder, *arguments):
@@ -487,7 +489,7 @@ def test_names_are_as_short_as_tells_the_runs_apart(paths, names, make_readings,
     ("made", "lines"),
     [
         ({"steps": (7,), "layers": 1, "heads": 1}, ["wrote"] * 6),
-        ({"layers": 48, "heads": 64}, ["wrote"] * 6),
+        ({"layers": 32, "heads": 32}, ["wrote"] * 6),
         ({"steps": (500, 700, 900), "layers": 2, "heads": 3}, ["wrote"] * 6),
         ({"layers": 2, "heads": 1, "curves": {"qk_cosine/layer_01/head_0": (NAN, 0.5)}},
          ["wrote"] * 6),
@@ -528,7 +530,8 @@ def test_files_stand_beside_the_record_or_where_asked(run, tmp_path):
         (("compare", run, run, "--out", tmp_path / "both.svg"), [tmp_path / "both.svg"]),
         (("report", run, "-o", page), [page]),
     ]:  # fmt: skip
-        done = invoke(*arguments)
+        with matplotlib.rc_context({"savefig.dpi": 20}):
+            done = invoke(*arguments)
         assert done.exit_code == 0, done.stderr
         assert re.findall(r"^wrote (\S.*?)(?: \(.*)?$", done.stdout, re.M) == [*map(str, files)]
         assert all(file.is_file() for file in files)

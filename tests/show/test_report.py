@@ -6,7 +6,7 @@ import re
 import pytest
 
 from geomon import Readings
-from support.pages import alerted, invoke, write
+from support.pages import alerted, course_of, invoke, write
 from support.readings import TEXTS, reading_of
 
 
@@ -18,8 +18,12 @@ def _short_library(monkeypatch):
 
 def page_of(folder, readings, **texts):
     """The page of a run, and its charts by title: curves and layout."""
-    run = write(folder / "run", readings, metrics={**TEXTS, **texts})
-    done = invoke("report", run, "-o", folder / "page.html")
+    return page_on(folder, write(folder / "run", readings, metrics={**TEXTS, **texts}))
+
+
+def page_on(folder, *runs):
+    """The page on the folders of runs, and its charts by title: curves and layout."""
+    done = invoke("report", *runs, "-o", folder / "page.html")
     assert done.exit_code == 0, done.stderr
     page = (folder / "page.html").read_text()
     charts, decoder = {}, json.JSONDecoder()
@@ -44,6 +48,8 @@ def test_a_chart_comes_first_then_a_table_and_sentences_are_folded(tmp_path):
     assert [page.count(part) > 0 for part in parts] == [True] * len(parts)
     assert sorted(parts, key=page.index) == parts
     assert re.search(r"<details>\s*<summary>In sentences", page)
+    style = re.search(r"<style>(.*?)</style>", page, re.S)[1]
+    assert [name for name in (".panel", ".headline", ".quiet", ".wide") if name not in style] == []
     row = re.search(r"<tr><th>intrinsic dimension, mean over layers</th>(.*?)</tr>", page, re.S)
     cells = [" ".join(cell.split()) for cell in re.findall(r"<td>(.*?)</td>", row[1], re.S)]
     assert cells[0].startswith("2.0 ± 0.1")
@@ -72,7 +78,8 @@ RANGES = [
         (3.9, 5.9),
         "far above the healthy 3.9 to 5.9",
     ),
-    ("In runs (steps 400 to 800): 3.9 to 5.9; else look.", 11.0, (3.9, 5.9), ""),
+    ("In runs (steps 400 to 800): 3.9 to 5.9; else look.", 11.8, (3.9, 5.9), ""),
+    ("In runs (steps 400 to 800): 3.9 to 5.9; else look.", 1.95, (3.9, 5.9), ""),
     (
         "In runs (steps 400 to 800): 3.9 to 5.9; else look.",
         1.9,
@@ -111,3 +118,46 @@ def test_dimensions_that_differ_by_far_have_a_logarithmic_axis(distinct, kind, t
     ((_, layout),) = (chart for title, chart in charts.items() if title == "Intrinsic dimension")
     assert layout["yaxis"].get("type") == kind
     assert (layout["yaxis"].get("ticktext", []).count("20") == 1) == (kind == "log")
+
+
+def test_the_mean_of_seeds_is_over_the_steps_that_all_runs_have(tmp_path):
+    curves = {
+        "a": {0: 2.0, 100: 4.0, 200: 6.0, 300: 8.0},
+        "b": {100: 8.0, 150: 9.0, 300: 4.0, 400: 1.0},
+        "c": {0: 7.0, 400: 7.5},
+    }
+    for name, curve in curves.items():
+        values = [reading_of({"twonn/mean": value}, step) for step, value in curve.items()]
+        described = {"seed": ord(name), "rate": float(name == "c")}
+        write(tmp_path / name, values, **described)
+    _, charts = page_on(tmp_path, *(tmp_path / name for name in curves))
+    drawn, _ = charts["Intrinsic dimension, mean over layers"]
+    points, colours, bands = {}, {}, {}
+    for piece in drawn:  # lines are dashed across gaps
+        name = piece["legendgroup"]
+        if piece["mode"] == "none":
+            half = len(piece["x"]) // 2
+            ends = zip(piece["y"][:half], piece["y"][half:][::-1], strict=True)
+            bands.setdefault(name, {}).update(zip(piece["x"][:half], ends, strict=True))
+        else:
+            points.setdefault(name, {}).update(zip(piece["customdata"], piece["y"], strict=True))
+            colours[name] = piece["line"]["color"]
+    mean = "mean of a, b"
+    assert points == {
+        "0": curves["a"], "1": curves["b"], "c": curves["c"],
+        mean: {100: 6.0, 200: 6.6667, 300: 6.0},
+    }  # fmt: skip
+    assert bands == {mean: {100: (8.0, 4.0), 200: (7.3333, 6.0), 300: (8.0, 4.0)}}
+    assert colours["0"] == colours["1"] == colours[mean] != colours["c"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_curves_before_alerts_name_their_run_if_there_are_several(count, tmp_path):
+    whole = alerted(Readings([], run_of(2.0, 7.0)), [(100, "left_band")], [course_of("a/b", 100)])
+    runs = [write(tmp_path / name, whole) for name in "xy"[:count]]
+    page, charts = page_on(tmp_path, *runs)
+    assert "Before the alerts" in charts
+    found = re.findall(r"[xy: ]*left[ _]band at step 100: a/b", page)
+    names = ["x: ", "y: "] if count > 1 else [""]
+    said = [f"{name}left band at step 100: a/b" for name in names]
+    assert {*found} == {*said} if count > 1 else not found

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from geomon import Logger, MLflow, Reading, Sink, TensorBoard
 from geomon.note import Note
 from geomon.show import Pictures
+from geomon.show.loggers.parts import FIRST_SHARE, SHARE
 from support.loggers import LOGGERS, SINKS, Shown, events_of
 from support.readings import TEXTS, raised_of, reading_of
 
@@ -119,6 +120,10 @@ def test_many_values_are_handed_to_mlflow_in_batches_and_it_needs_a_run(make_sin
     sink.write(reading_of({f"own_{number}/mean": 1.0 for number in range(1500)}, 16))
     ((step, row),) = shown().rows
     assert (step, len(row)) == (16, 1501)
+    for options in ({"run_id": "active", "active": "another"}, {"run_id": None}):
+        sink, shown = make_sink("MLflow", pictures=False, **options)
+        run_through(sink, [reading_of({"twonn/mean": 3.0}, 8)])
+        assert [step for step, _ in shown().rows] == [8]  # of the run that was asked for
     mlflow = type("mlflow", (), {"active_run": lambda: None})
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     with pytest.raises(ValueError, match=r"no MLflow run is active: call mlflow\.start_run"):
@@ -139,8 +144,8 @@ def clock(monkeypatch):
     """The clock of pictures that are not drawn, within the shares of the time that users have."""
     clock = Clock()
     monkeypatch.setattr("time.perf_counter", lambda: clock.now)
-    monkeypatch.setattr("geomon.show.loggers.parts.FIRST_SHARE", 0.03)
-    monkeypatch.setattr("geomon.show.loggers.parts.SHARE", 0.005)
+    monkeypatch.setattr("geomon.show.loggers.parts.FIRST_SHARE", FIRST_SHARE)
+    monkeypatch.setattr("geomon.show.loggers.parts.SHARE", SHARE)
     monkeypatch.setattr("geomon.show.figures.card", lambda panel: panel)
     monkeypatch.setattr("geomon.show.figures.as_image", lambda panel: panel)
     return clock
@@ -262,6 +267,12 @@ def test_memory_grows_with_the_logarithm_of_the_run(clock):
         drawn.write(step)
     drawn.posted.clear()
     assert alive() - before < 5 * math.log2(300)
+    drawn.sink.close()
+    ((_, _, panel),) = drawn.posted
+    assert panel.lines[0].x == [
+        *range(7), 8, 10, 12, 15, 18, 22, 26, 31, 37, 44, 52, 62, 73, 86, 102, 121, 143, 169, 199,
+        235, 277, 299,
+    ]  # fmt: skip
 
 
 # -- TensorBoard -----------------------------------------------------------------------------------
@@ -274,6 +285,8 @@ def test_alerts_and_new_notes_are_text_at_their_steps(tmp_path):
     sink.describe({"a_b": "c|d", "metrics": healthy})
     copies = [Note("copies", f"{share} % of the rows are copies") for share in (58, 57)]
     for step, notes in ((0, [copies[0], "b"]), (1, [copies[1]]), (7, ["a third *note*, a_b"])):
+        if step == 1:  # nobody waits for the end of a run
+            assert events_of(tmp_path)["~geomon/twonn"] == [(0, 3.0)]
         if step == 7:
             sink.alert(raised_of("rank_collapse", 5, "rank_collapse (layer 2): down to 1.2"))
             at_once = events_of(tmp_path)["~geomon/0 alerts"]

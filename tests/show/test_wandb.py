@@ -130,11 +130,57 @@ def test_nothing_is_left_on_the_run(order):
     assert steps_of(run).keys() == {0, 1}
     second.close()
     if order < 0:
-        rows = weakref.ref(second.parts()[0])
-        del sink, sinks, first, second
-        gc.collect()
+        left = [weakref.ref(second.parts()[0]), weakref.ref(run)]
         assert "_log" not in vars(run)
-        assert rows() is None
+        del sink, sinks, first, second, run
+        gc.collect()
+        assert [each() for each in left] == [None, None]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_rows_that_wait_when_a_sink_is_closed_come_when_the_run_is_finished(count):
+    run = Run()
+    run._teardown_hooks = []
+    sink = WandB(run, pictures=False)
+    for step in range(count):
+        sink.write(reading(step))
+    sink.close()
+    assert ("_log" in vars(run)) == (count > 1)  # the first joins the open row, others wait
+    assert run.rows == []
+    (hook,) = run._teardown_hooks
+    hook.call()
+    run.end_row()
+    assert [row["geomon/step"] for row in run.rows] == [*range(count)]
+    assert "_log" not in vars(run)
+
+
+def test_the_training_s_own_wrapper_of_a_run_is_put_back():
+    run, kept = Run(), []
+    log = run._log
+    run._log = own = lambda *given: (kept.append(given[0]), log(*given))
+    sink = WandB(run, pictures=False)
+    assert run._log is not own
+    sink.write(reading(0))
+    run.log({"loss": 1.0})
+    sink.close()
+    assert run._log is own
+    assert [{*row} for row in kept][-1] == {"loss"}
+    assert run.rows[0].keys() > {"loss", "geomon/twonn"}
+
+
+@pytest.mark.parametrize("by_step", [False, True])
+def test_readings_ahead_of_numbered_rows_leave_these_their_numbers(by_step):
+    run, sink = watched(by_step=by_step)
+    run.log({"loss": 0.0}, step=0)
+    for step in range(5, 10):
+        sink.write(reading(step))
+    run.log({"loss": 2.0}, step=2)
+    run.log({"loss": 9.0}, step=9)
+    sink.close()
+    run.end_row()
+    assert not run.dropped
+    assert [row.get("loss") for row in run.rows] == [0.0, None, 2.0, None, None, 9.0]
+    assert [row.get("geomon/step") for row in run.rows] == [5, 6, 7, 8, 9, None]
 
 
 def test_a_run_that_cannot_be_watched_gets_its_rows():
@@ -162,6 +208,23 @@ def test_a_run_that_is_disabled_or_not_there_costs_nothing(is_there, monkeypatch
     assert vars(disabled) == before
 
 
+def test_a_run_that_begins_after_the_sink_was_made_has_later_readings(monkeypatch):
+    monkeypatch.setattr("wandb.run", None)
+    sink = WandB(pictures=False)
+    sink.describe({"model": "Decoder", "metrics": TEXTS})
+    sink.write(reading(0))
+    run = Run()
+    monkeypatch.setattr("wandb.run", run)
+    sink.write(reading(1))
+    monkeypatch.setattr("wandb.run", Run())  # the first one is kept
+    sink.write(reading(2))
+    sink.close()
+    run.end_row()
+    assert steps_of(run).keys() == {1, 2}
+    assert run.config["geomon"]["model"] == "Decoder"
+    assert run.config["geomon"]["metrics"]["anisotropy"] == TEXTS["anisotropy"]["meaning"]
+
+
 def test_a_run_to_which_nobody_else_logs_is_said_once(caplog):
     _, sink = watched()
     with caplog.at_level("WARNING", "geomon"):
@@ -169,10 +232,12 @@ def test_a_run_to_which_nobody_else_logs_is_said_once(caplog):
             sink.write(reading(step))
             assert len(caplog.messages) == (step >= 3)  # the first joins the open row
     assert "WandB(run, by_step=True)" in caplog.text
-    run, sink = watched()
-    run.log({"loss": 1.0}, step=0)
-    for step in range(5):
-        sink.write(reading(step))
+    for by_step in (False, True):
+        run, sink = watched(by_step=by_step)
+        if not by_step:
+            run.log({"loss": 1.0}, step=0)
+        for step in range(5):
+            sink.write(reading(step * (not by_step)))
     assert len(caplog.messages) == 1
 
 

@@ -6,11 +6,13 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.color import Color, ColorSystem
 from rich.console import Console
 from rich.text import Text
 
@@ -24,22 +26,31 @@ from support.readings import raised_of, reading_of
 
 
 class Screens:
-    """The screen of a terminal after each look at the files; between looks something happens."""
+    """The screen of a terminal after each look at the files; between looks something happens.
+
+    Attributes:
+        coloured: The last screen, with its colours.
+        paused: Seconds between two looks.
+    """
 
     def __init__(self, monkeypatch):
         self.terminal, self._monkeypatch = Terminal("utf-8"), monkeypatch
+        self.coloured, self.paused = Text(), []
         monkeypatch.setenv("TERM", "xterm-256color")
         monkeypatch.delenv("NO_COLOR", raising=False)
 
     def of(self, *folders, between=(), size=(100, 30), arguments=()):
         """The characters of the screen after the first look, and after each thing that happens."""
-        shown, left, begun = [], list(between), 0
+        shown, left, begun, threads = [], list(between), 0, {*threading.enumerate()}
 
         def sleep(seconds):
             nonlocal begun
             written = self.terminal.getvalue()[begun:]
             begun += len(written)
-            shown.append(Text.from_ansi(re.sub("\x1b\\[[0-9;?]*[A-HJKhl]", "", written)).plain)
+            self.coloured = Text.from_ansi(re.sub("\x1b\\[[0-9;?]*[A-HJKhl]", "", written))
+            shown.append(self.coloured.plain)
+            self.paused.append(seconds)
+            assert {*threading.enumerate()} <= threads  # nothing is drawn between two looks
             if not left:
                 raise KeyboardInterrupt
             left.pop(0)()
@@ -81,10 +92,57 @@ def test_a_title_is_fit_for_a_terminal():
     assert "not measured" in text.plain
 
 
-def test_a_chart_is_left_out_where_the_overview_fills_the_screen(make_readings, tmp_path, screens):
-    (screen,) = screens.of(write(tmp_path, make_readings()), size=(100, 12))
-    assert "step 1,500" in screen
-    assert not any(map(is_chart, screen.splitlines()))
+# Lines of the terminal, of the overview, and of the chart below its title.
+HEIGHTS = [(15, 6, 0), (16, 6, 8), (20, 6, 12), (21, 11, 8), (36, 11, 23), (37, 11, 24),
+           (38, 11, 24)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("height", "overview", "chart"), HEIGHTS)
+def test_a_chart_takes_the_lines_that_the_overview_leaves(
+    height, overview, chart, make_readings, tmp_path, screens
+):
+    whole = alerted(make_readings(notes=["a note"]), [(32, "rank_collapse")])
+    (screen,) = screens.of(write(tmp_path, whole), size=(100, height))
+    lines = screen.splitlines()
+    assert lines[0].startswith("step 1,500 ")
+    assert ("note: a note" in lines) == (overview == 11)
+    assert len(lines) == (overview + 1 + chart if chart else overview)
+    assert [line.startswith("intrinsic dimension  5.3 ± 0.1") for line in lines[overview:]] == [
+        True, *[False] * chart
+    ][: len(lines) - overview]  # fmt: skip
+    assert not chart or max(map(len, lines[overview + 1 :])) == 99
+
+
+def colours_of(screen):
+    """The characters of a screen by their colour; rich may have cached colours of 256."""
+    found = {}
+    for span in screen.spans:
+        if span.style.color is not None:
+            colour = span.style.color.downgrade(ColorSystem.EIGHT_BIT).number
+            found.setdefault(colour, set()).update(screen.plain[span.start : span.end].split())
+    return {name: "".join(sorted(texts)) for name, texts in found.items()}
+
+
+def test_colours_stand_for_runs_and_dim_ones_for_their_intervals(make_readings, tmp_path, screens):
+    run = write(tmp_path / "a", alerted(make_readings(), [(32, "rank_collapse")]))
+    higher = make_readings(curves={"twonn/mean": [20.0 + n for n in range(9)]})
+    screens.of(run)
+    found = colours_of(screens.coloured)
+    names = ("#56B4E9", "#2B5A74", "#E69F00", "#734F00", "#CC79A7", "red", "blue")
+    blue, dim_blue, orange, dim_orange, purple, red, dark = (
+        Color.parse(name).downgrade(ColorSystem.EIGHT_BIT).number for name in names
+    )
+    assert found.keys() == {blue, dim_blue, purple, red, dark}
+    assert {*found[purple]} == {"│"}  # the step of the alert
+    assert found[red].startswith("(")
+    assert all(map(is_chart, found[blue] + found[dim_blue]))
+    assert {*found[dark]} == {*"▁▂▃▄▅▆▇█"}
+    screens.terminal = Terminal("utf-8")
+    screens.of(run, write(tmp_path / "b", higher))
+    found = colours_of(screens.coloured)
+    assert found.keys() == {blue, dim_blue, orange, dim_orange, red, dark}
+    assert {*found[blue]} > {*"━a"}  # its heading, and the title of the chart
+    assert {*found[orange]} > {*"━b"}
 
 
 @pytest.mark.parametrize("size", [(80, 24), (100, 24), (120, 40)])
@@ -143,6 +201,17 @@ def test_a_brief_overview_has_one_line_for_all_alerts_and_no_note(make_readings)
     assert "note: a note of the last reading" in whole
 
 
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_many_runs_are_all_shown_with_colours_or_characters_again(is_plain, tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1" if is_plain else "")
+    runs = [write(tmp_path / name, [reading_of({"own/mean": 1.0})]) for name in "abcdefg"]
+    lines = invoke("watch", *runs, "--once").stdout.splitlines()
+    assert [line for line in lines if line[2:] in [*"abcdefg"]] == [
+        f"{mark} {name}" for mark, name in zip("━•+x━•+" if is_plain else "━" * 7, "abcdefg",
+                                               strict=True)
+    ]  # fmt: skip
+
+
 def test_a_record_is_followed_while_it_is_written(make_readings, tmp_path, screens):
     readings, path = make_readings(), tmp_path / FILE_NAME
     line = readings[0].line()
@@ -167,33 +236,46 @@ HOST = socket.gethostname()
 # The text in the lock of a record, and the words on a run of two readings.
 LIVES = {
     None: "not training",
-    f"process {os.getpid()} on {HOST}": "training, next reading near step 32 in 20 s",
+    f"process {os.getpid()} on {HOST}": "training, next reading near step 80 in 100 s",
     f"process {2**22 + 1} on {HOST}": "its process was killed",
-    "process 1 on another.machine": "training, next reading near step 32 in 20 s",
-    "": "training, next reading near step 32 in 20 s",
+    "process 1 on another.machine": "training, next reading near step 80 in 100 s",
+    "": "training, next reading near step 80 in 100 s",
 }
 
 
 @pytest.mark.parametrize("lock", LIVES, ids=["none", "own", "killed", "elsewhere", "empty"])
 def test_whether_a_training_lives_and_when_it_is_read_next(lock, tmp_path, screens, monkeypatch):
-    readings = [reading_of({"twonn/mean": 3.0}, step, time=1e9 + 5 * step) for step in (0, 16)]
+    readings = [reading_of({"twonn/mean": 3.0}, step, time=1e9 + 5 * step) for step in (16, 48)]
     folder = write(tmp_path, readings)
     if lock is not None:
         (folder / ".readings.lock").write_text(lock)
-    monkeypatch.setattr("time.time", lambda: 1e9 + 140)
+    monkeypatch.setattr("time.time", lambda: 1e9 + 300)
     (screen,) = screens.of(folder)
-    assert screen.startswith(f"step 16 · 60 s ago · probe, eval · {LIVES[lock]}\n")
+    assert screen.startswith(f"step 48 · 60 s ago · probe, eval · {LIVES[lock]}\n")
+    assert screens.paused == [0.5]
 
 
-def test_a_reading_that_is_late_is_due_and_the_own_process_keeps_its_lock(
-    tmp_path, screens, monkeypatch
+@pytest.mark.parametrize(
+    ("steps", "now", "when"),
+    [
+        ((16, 48), 400, "training, next reading near step 80 in 0 s"),
+        ((16, 48), 640, "training, next reading near step 80 due 4 min ago"),
+        ((48,), 640, "training"),
+    ],
+)
+def test_a_reading_is_expected_after_as_long_as_the_one_before(
+    steps, now, when, tmp_path, screens, monkeypatch
 ):
     record = Record(tmp_path)
-    readings = [reading_of({"twonn/mean": 3.0}, step, time=1e9 + 5 * step) for step in (0, 16)]
-    write(tmp_path, readings)
-    monkeypatch.setattr("time.time", lambda: 1e9 + 400)
+    write(tmp_path, [reading_of({"twonn/mean": 3.0}, n, time=1e9 + 5 * n) for n in steps])
+    monkeypatch.setattr("time.time", lambda: 1e9 + now)
     (screen,) = screens.of(tmp_path)
-    assert "training, next reading near step 32 due 4 min ago" in screen
+    assert f" · probe, eval · {when}\n" in screen
+    record.close()
+
+
+def test_a_record_is_not_written_by_two_processes(tmp_path):
+    record = Record(tmp_path)
     code = f"from geomon.record import Record; Record({str(tmp_path)!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "is in use" in done.stderr

@@ -28,6 +28,12 @@ def shown_of(rows, alerts, pictures) -> Shown:
     return Shown(others, alerts, pictures, counts)
 
 
+def plain(title, text) -> str:
+    """Return the text of an alert whose title names its kind, as the text does."""
+    assert title == f"geomon: {text.partition(' (')[0]}"
+    return text
+
+
 # Takes a folder for files, a MonkeyPatch and options; returns the sink, and a function that tells
 # what it has shown.
 Make = Callable[..., tuple[Sink, Callable[[], Shown]]]
@@ -48,7 +54,7 @@ def logger(folder, patch, *, pictures=True, **options):
     sink = Logger(
         lambda values, step: rows.append((step, values)),
         picture=(lambda name, image, step: drawn.append((name, step))) if pictures else None,
-        alert=lambda title, text, step: alerts.append((step, text)),
+        alert=lambda title, text, step: alerts.append((step, plain(title, text))),
         name="Aim", **options,
     )  # fmt: skip
     return sink, lambda: shown_of(rows, alerts, drawn)
@@ -112,19 +118,24 @@ def mlflow(folder, patch, **options):
         for name, value, _, step in metrics:
             rows.setdefault(step, {})[name] = value
 
-    client = SimpleNamespace(
-        log_batch=log_batch,
-        log_image=lambda run_id, image, key, step: images.append((key.split("/")[1], step)),
-        set_tag=lambda run_id, title, text: tags.append(text.removeprefix("Step ").split(": ", 1)),
-    )
-    active = SimpleNamespace(info=SimpleNamespace(run_id="active"))
+    def log_image(run_id, image, key, step):
+        assert (run_id, image.ndim) == ("active", 3)
+        images.append((key.removeprefix("geomon/"), step))
+
+    def set_tag(run_id, title, text):
+        step, words = text.removeprefix("Step ").split(": ", 1)
+        assert run_id == "active"
+        tags.append((int(step), plain(title, words)))
+
+    client = SimpleNamespace(log_batch=log_batch, log_image=log_image, set_tag=set_tag)
+    active = SimpleNamespace(info=SimpleNamespace(run_id=options.pop("active", "active")))
     stand_in = SimpleNamespace(active_run=lambda: active, MlflowClient=lambda: client)
     entities = SimpleNamespace(Metric=lambda *given: given)
     patch.setitem(sys.modules, "mlflow", stand_in)
     patch.setitem(sys.modules, "mlflow.entities", entities)
 
     def shown():
-        return shown_of([*rows.items()], [(int(step), words) for step, words in tags], images)
+        return shown_of([*rows.items()], tags, images)
 
     return MLflow(**options), shown
 
@@ -135,7 +146,7 @@ def trackio(folder, patch, **options):
     patch.setitem(sys.modules, "trackio", SimpleNamespace(Image=lambda image: image.ndim))
     run = SimpleNamespace(
         log=lambda values, step: rows.append((step, values)),
-        alert=lambda title, text, step: alerts.append((step, text)),
+        alert=lambda title, text, step: alerts.append((step, plain(title, text))),
     )
 
     def shown():

@@ -109,7 +109,7 @@ def cosines_figure(readings: Readings, metric: str = "qk_cosine") -> Figure:
     label, has_limit = readings.text_of(metric).label, math.isfinite(limit)
     chance = (-limit, limit, "chance: all heads within, with a probability of 95 %")
     steps = [reading.step for reading in selected]
-    low, high = min(0.0, float(np.nanmin(table))), max(0.0, float(np.nanmax(table)))
+    low, high = min(0.0, np.nanmin(table)), max(0.0, np.nanmax(table))
     ends = (1.05 * low, 1.05 * high) if high > low else (0.0, 1.0)  # all panels share their axis
     shown = spread_items(range(len(layers)), _MOST_LAYERS)
     panels = [
@@ -146,7 +146,7 @@ def _side_colour(value: float, limit: float) -> str:
 
 
 def _count_of_heads(cosines: NDArray[np.float64], limit: float) -> str:
-    similar, opposite = int((cosines > limit).sum()), int((cosines < -limit).sum())
+    similar, opposite = (cosines > limit).sum(), (cosines < -limit).sum()
     return (
         f"{cosines.size} heads at the end: {similar} similar (orange), {opposite} opposite "
         f"(blue), {cosines.size - similar - opposite} within chance (±{limit:.2f})"

@@ -100,12 +100,11 @@ class WandBRows:
     Args:
         run: W&B run, as `wandb.init()` returns it; None for the active run.
         by_step: Whether other code numbers its rows by training step or not at all. The number of a
-            reading's step is then free as soon as that step has come. Defaults to False.
+            reading's step is then free as soon as that step has come.
         detail: "headline", "layers", or names of metrics whose means become headline values too.
-            Defaults to "headline".
     """
 
-    def __init__(self, run: Any, *, by_step: bool = False, detail: Detail = HEADLINE) -> None:
+    def __init__(self, run: Any, *, by_step: bool, detail: Detail) -> None:
         self._charts = Charts(detail)
         self.named = self._charts.named
         self.alerts = 0  # so far

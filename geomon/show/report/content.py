@@ -151,9 +151,9 @@ class _RunCurves:
     """
 
     def __init__(self, runs: Runs, selected: Runs) -> None:
-        self._first, *more = selected.values()
-        self._is_comparison = bool(more)
-        self._alerts = [] if more else alerts_of(*runs.values())
+        self._first = next(iter(selected.values()))
+        self._is_comparison = len(runs) > 1
+        self._alerts = [] if self._is_comparison else alerts_of(*runs.values())
         self.quantities: dict[str, Quantity] = {}
         curves: list[dict[str, Curve]] = []
         for readings in selected.values():
@@ -270,7 +270,7 @@ def _ends(profile: Lines, run: str, colour: str) -> list[Line]:
     first, last = profile.lines[0], profile.lines[-1]
     thin_first = replace(first, name="", colour=colour, dash="dot", width=1.0)
     ends = [thin_first, replace(last, name=f"{run}, step {last.name}", colour=colour, width=2.0)]
-    return ends[-1:] if last is first else ends
+    return ends[1:] if last is first else ends
 
 
 def _at(readings: Readings, most: int) -> Readings:
