@@ -1,6 +1,9 @@
 """Models that are compiled whole, in place and per block, and mixed precision."""
 
 import functools
+import operator
+import warnings
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -231,6 +234,75 @@ def test_a_compiled_call_writes_into_its_buffers_once():
         model(IDS, cache, settings)
     assert (len(cache), settings["calls"], model.count.item()) == (1, 1, 1)
     assert len(memory.readings) == 1
+
+
+def test_the_twin_of_a_compiled_call_gets_copies_of_tensors_and_all_else_itself():
+    """Each in its place: a twin that writes into a tensor must not change the training's."""
+
+    def run(m, ids, shift, *, scale, project, change):
+        kept.append((ids, shift, scale, project, change))
+        shift.add_(1)
+        return project(change(m.inner(ids)[0] * scale) + shift)
+
+    kept, model = [], Running(run, inner=made())
+    ids, shift, scale = IDS.clone(), torch.ones(VOCABULARY), torch.tensor(3.0)
+    project, change = nn.Linear(VOCABULARY, 2), lambda x: x * 2
+    given = {"scale": scale, "project": project, "change": change}
+    expected = model(ids, shift.clone(), **given)
+    model.compile(backend="eager")
+    monitor, memory = watching(model)
+    with monitor(0):
+        found = model(ids, shift, **given)
+    torch.testing.assert_close(found, expected)
+    assert len(memory.readings) == 1
+    assert torch.equal(shift, torch.full((VOCABULARY,), 2.0))
+    _, twin, training = kept
+    assert all(map(operator.is_, training, (ids, shift, *given.values())))
+    assert torch.equal(twin[0], ids)
+    assert torch.equal(twin[1], shift)  # it was one less, and a copy has been written into
+    assert twin[2].item() == 3
+    assert not {x.data_ptr() for x in twin[:3]} & {x.data_ptr() for x in (ids, shift, scale)}
+    assert twin[3] is project
+    assert twin[4] is change
+
+
+def test_a_twin_warns_of_nothing():
+    """The training itself does not run eagerly what it compiles."""
+
+    def warns(m, ids):
+        if not torch.compiler.is_compiling():
+            warnings.warn("run eagerly", stacklevel=1)
+        return m.inner(ids)
+
+    model = Running(warns, inner=made())
+    with pytest.warns(UserWarning, match="run eagerly"):
+        model(IDS)
+    model.compile(backend="eager")
+    monitor, memory = watching(model)
+    with monitor(0):
+        model(IDS)
+    assert len(memory.readings) == 1
+
+
+@pytest.mark.parametrize("monitors", [1, 2])
+def test_a_twin_that_fails_is_said_and_ends_nothing(monitors, caplog, failures):
+    def fails(m, ids):
+        logits = m.inner(ids)
+        if not torch.compiler.is_compiling():
+            raise ValueError("is not compiled")
+        return logits
+
+    model = Running(fails, inner=made())
+    model.compile(backend="eager")
+    watched = [watching(model, strict=False) for _ in range(monitors)]
+    with ExitStack() as stack:
+        for monitor, _ in watched:
+            stack.enter_context(monitor(0))
+        logits = model(IDS)
+    assert torch.equal(logits[0], model.inner(IDS)[0])
+    for _, memory in watched:
+        assert any("is not compiled" in note for note in memory.readings[0].words())
+    failures.clear()
 
 
 def test_the_twin_of_a_compiled_wrapper_is_of_what_is_inside(caplog):
