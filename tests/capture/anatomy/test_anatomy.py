@@ -621,6 +621,37 @@ def test_a_pattern_that_matches_no_whole_name_is_refused():
     check_refused(PlainDecoder(), "layers", ValueError, "no module's full name matches")
 
 
+@pytest.mark.parametrize(
+    ("blocks", "name", "members"),
+    [
+        (r"layers\.\d+", "layers.0", r"layers\.0\.\w+"),
+        (lambda model: [model.layers[1].inner, model.layers[0]], "layers.1.inner",
+         r"layers\.1\.inner\.\w+"),
+    ],
+)  # fmt: skip
+def test_lists_are_refused_as_blocks_because_they_are_never_called(blocks, name, members):
+    def pair() -> nn.Module:
+        return with_children(module_list(AttentionBlock, MlpBlock), inner=nn.ModuleDict())
+
+    model = holder(layers=module_list(pair, pair))
+    chosen = blocks if isinstance(blocks, str) else blocks(model)
+    kind = "ModuleDict" if "inner" in name else "ModuleList"
+    with pytest.raises(ValueError, match="never called") as raised:
+        find_anatomy(model, chosen)
+    assert str(raised.value) == (
+        f"{name} is a {kind}, which is never called: give its members, with "
+        f'blocks=r"{members}", or as a list of modules'
+    )
+
+
+def test_a_stack_is_whole_if_no_blocks_are_in_other_parts():
+    (stack,) = find_anatomy(PlainDecoder()).stacks
+    assert stack.is_whole
+    assert not dataclasses.replace(stack, before=1).is_whole
+    assert not dataclasses.replace(stack, behind=1).is_whole
+    assert not dataclasses.replace(stack, before=1, behind=1).is_whole
+
+
 def test_modules_of_another_model_are_refused():
     check_refused(PlainDecoder(), [nn.Linear(2, 2)], ValueError, "not part of PlainDecoder")
 

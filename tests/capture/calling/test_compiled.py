@@ -181,6 +181,23 @@ def test_compiled_models_give_the_same_readings_by_probe(way):
     assert values_of(memory) == values_of(expected)
 
 
+@pytest.mark.parametrize("of_class", [False, True])
+def test_a_compiled_forward_around_what_runs_the_blocks_is_looked_into(of_class):
+    kind, backend = type("Around", (Running,), {}), Counting(draws=True)
+    model = kind(lambda m, ids: m.inner(ids), inner=made(dropout=0.3)).train()
+    if of_class:
+        kind.forward = torch.compile(Running.forward, backend=backend)
+    else:
+        model.forward = torch.compile(model.forward, backend=backend)
+    monitor, memory = watching(model)
+    torch.manual_seed(3)
+    with monitor(0):
+        model(IDS)
+    assert backend.runs == 1
+    assert values_of(memory)[0] == plain_readings(dropout=0.3)[0]
+    assert not any("ran eagerly" in note for note in memory.readings[0].words())
+
+
 def test_a_compiled_loss_beside_the_model_is_run_as_compiled(caplog):
     backend = Counting()
     loss_of = torch.compile(lambda logits: logits.square().mean(), backend=backend)
