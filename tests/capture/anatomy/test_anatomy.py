@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 
 from geomon import describe
 from geomon.capture import find_anatomy
+from geomon.capture.anatomy.projections import projects_in_its_own_way
 from support.models import PlainDecoder, Running, batch
 from support.watched import look
 
@@ -761,6 +762,10 @@ LABELS = {
         ),
         ["", "attention_2", "attention_3"],
     ),
+    "one, which holds another": (
+        lambda: two_blocks(attn=lambda: with_children(AttentionBlock(), inner=AttentionBlock())),
+        [""],
+    ),
     "two half as wide as their input, but in no list": (
         lambda: two_blocks(a=narrow_attention, b=narrow_attention),
         ["", "b"],
@@ -944,6 +949,36 @@ def test_any_module_with_a_matrix_may_make_queries_keys_and_values(make):
 )
 def test_a_module_without_a_matrix_makes_no_queries_keys_and_values(make):
     assert found_projections(qkv=make()) == []
+
+
+def marked_linear(**of_weight: Any) -> nn.Module:
+    """A linear module whose weight has attributes, as those that a wrapper has sharded."""
+    module = nn.Linear(8, 8)
+    for name, value in of_weight.items():
+        setattr(module.weight, name, value)
+    return module
+
+
+def hooked_linear() -> nn.Module:
+    module = nn.Linear(8, 8)
+    module.register_forward_hook(lambda module, args, output: output)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "in_its_own_way"),
+    [
+        (lambda: nn.Linear(8, 8), False),
+        (lambda: nn.Linear(8, 8, bias=False).bfloat16(), False),
+        (lambda: type("Quantised", (nn.Linear,), {})(8, 8), True),
+        (lambda: nn.Conv1d(8, 8, 1), True),
+        (lambda: marked_linear(to_local=None), True),
+        (lambda: marked_linear(_st_info=None), True),
+        (hooked_linear, True),
+    ],
+)  # fmt: skip
+def test_a_projection_of_its_own_way_is_more_than_a_product_and_a_bias(make, in_its_own_way):
+    assert projects_in_its_own_way(make()) == in_its_own_way
 
 
 # -- tables and outputs ----------------------------------------------------------------------------
