@@ -534,6 +534,19 @@ def test_a_sublayer_before_the_first_attention_belongs_to_the_first_block():
     assert second.parts == tuple(layers[3])
 
 
+def test_the_parts_of_a_block_are_what_is_called_of_lists_in_lists():
+    inner = nn.ModuleList([nn.LayerNorm(8), nn.ModuleDict({"drop": nn.Dropout()})])
+    norms = nn.ModuleList([nn.LayerNorm(8), inner])
+    first = nn.ModuleList([norms, AttentionBlock(), Residual()])
+    layers = [first, sublayer(MlpBlock(), Residual())]
+    layers += [sublayer(AttentionBlock(), Residual()), sublayer(MlpBlock(), Residual())]
+    block = find_anatomy(holder(layers=nn.ModuleList(layers))).blocks[0]
+    assert block.parts == (norms[0], inner[0], inner[1]["drop"], *first[1:], *layers[1])
+    assert block.matrices == tuple(
+        module for each in layers[:2] for module in each.modules() if isinstance(module, nn.Linear)
+    )
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -1,5 +1,6 @@
 """Attention that is written out by hand, and softmaxes that are none."""
 
+import itertools
 import math
 import re
 
@@ -311,6 +312,37 @@ def test_sequences_before_heads_are_sequences_when_folded(sequences):
     seen = layers_of(model, torch.randn(sequences, LENGTH, 32))
     for layer, block in zip(seen, model, strict=True):
         torch.testing.assert_close(layer.captured["query"], block.attention.query)
+
+
+def test_tokens_of_two_kinds_have_projections_of_their_own():
+    """As the tokens of a text and of an image, which attend to one another."""
+
+    def run(m, x):
+        def heads(name):
+            kinds = getattr(m, f"{name}_proj")(x[:, :3]), getattr(m, f"{name}_other")(x[:, 3:])
+            made = torch.cat(kinds, dim=1).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            return made.flatten(0, 1)
+
+        q, k, v = map(heads, "qkv")
+        mixed = scores_of(q, k).softmax(-1) @ v
+        m.query, m.key = (made.view(len(x), HEADS, LENGTH, -1) for made in (q, k))
+        return x + mixed.view(m.query.shape).transpose(1, 2).flatten(2)
+
+    def block():
+        kinds = itertools.product("qkv", ("proj", "other"))
+        made = {f"{name}_{kind}": nn.Linear(32, 32) for name, kind in kinds}
+        return Running(run, num_heads=HEADS, **made)
+
+    model = nn.Sequential(block(), block())
+    for layer, own in zip(layers_of(model, torch.randn(3, LENGTH, 32)), model, strict=True):
+        for which in ("query", "key"):
+            expected = getattr(own, which)
+            torch.testing.assert_close(layer.captured[which], expected)
+            found = layer.captured[f"projected_{which}"]
+            assert torch.equal(
+                found,
+                expected[layer.captured[f"{which}_sequences"], :, layer.captured["positions"]],
+            )
 
 
 MIX = torch.eye(HEADS) + 0.1 * torch.randn(HEADS, HEADS, generator=torch.Generator().manual_seed(0))
