@@ -605,6 +605,19 @@ def test_stacks_that_no_part_of_their_path_tells_apart_are_numbered():
     }
 
 
+def test_what_was_found_cannot_be_changed():
+    model = holder(main=attention_of_size(2, 2000), other=attention_of_size(2, 99))
+    model.more = nn.ModuleList([AttentionBlock(400), AttentionBlock(400)])
+    anatomy = find_anatomy(model)
+    stack = anatomy.stacks[-1]
+    attention = stack.blocks[0].attentions[0]
+    parts = [anatomy, stack, stack.blocks[0], attention, attention.projections, *anatomy.left_out]
+    assert len(parts) == 7
+    for part in parts:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(part, dataclasses.fields(part)[0].name, None)
+
+
 # -- models without blocks -------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from geomon.capture.attending.attention import (
     record_call,
     split_mask,
 )
-from geomon.capture.attending.rules import FlexRule
+from geomon.capture.attending.rules import FlexRule, PlaceRule
 from geomon.capture.tokens.sampling import RowSampler
 from support.hardware import ShortProducts
 from support.watched import HEADS, blocks_of, look
@@ -321,6 +321,13 @@ def test_what_is_added_to_scores_counts_above_their_rounding(share, is_bias):
     calls = [dataclasses.replace(call, scores=call.scores.bfloat16()) for call in calls]
     found = [views["bias"] is not None for views in read_calls(calls, None)]
     assert found == [False, is_bias, False]
+
+
+def test_recorded_calls_and_rules_cannot_be_changed():
+    rules = PlaceRule(4, SINKS.device), FlexRule(4, SINKS.device, lambda b, h, i, j: i >= j, 1)
+    for recorded in (fused()[0], softmax()[0], *rules):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(recorded, dataclasses.fields(recorded)[0].name, None)
 
 
 def test_a_mask_hides_or_adds():
