@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -339,6 +340,7 @@ def test_tokens_of_two_kinds_have_projections_of_their_own():
             expected = getattr(own, which)
             torch.testing.assert_close(layer.captured[which], expected)
             found = layer.captured[f"projected_{which}"]
+            assert len(found) == 3 * LENGTH
             assert torch.equal(
                 found,
                 expected[layer.captured[f"{which}_sequences"], :, layer.captured["positions"]],
@@ -604,6 +606,39 @@ def test_the_sum_of_several_products_has_no_factors():
         "attention is written out by hand: its scores are the sum of 2 products, and it is not "
         "clear which of them multiplies queries and keys"
     )
+
+
+def columns_of(given):
+    """Columns of a projection of some tensor, the same for all tokens."""
+    projections = [SimpleNamespace(given=given)]
+    return SimpleNamespace(projections=projections, pattern=SimpleNamespace(which=[0]), repeats=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ([(1, 1), (1, None)], 0),
+        ([(1, 2), (1, 1)], 1),  # keys are made from another tensor, such as positions
+        ([(None, 1), (2, 2)], 1),
+        ([(1, 1), (2, 2)], None),
+        ([(1, 2), (None, None)], None),
+    ],
+)
+def test_of_several_products_that_of_one_tensor_has_the_columns(given, chosen):
+    factors = [[torch.randn(2, 4, 6, 8) for _ in pair] for pair in given]
+    found = [[None if x is None else columns_of(x) for x in pair] for pair in given]
+
+    def find_columns(heads):
+        for pair, columns in zip(factors, found, strict=True):
+            for factor, each in zip(pair, columns, strict=True):
+                if torch.equal(heads, factor):
+                    return each
+        return None
+
+    products = [product(query, key) for query, key in factors]
+    call, made = recorded(SCORED, products=products, scale=1.0, find_columns=find_columns)
+    assert call.made_of is None
+    assert [*made] == ([None, None] if chosen is None else found[chosen])
 
 
 def test_products_of_another_size_did_not_become_the_scores():
