@@ -323,6 +323,34 @@ def test_what_is_added_to_scores_counts_above_their_rounding(share, is_bias):
     assert found == [False, is_bias, False]
 
 
+def lies_apart(values: torch.Tensor) -> bool:
+    """Whether a tensor lies in memory of its own, apart from the heap, which cannot grow."""
+    return not values.untyped_storage().resizable()
+
+
+def test_long_copies_lie_apart_from_the_heap():
+    """They outlive what the training allocates around them."""
+    query, key = (torch.randn(4, 4, 128, 64).bfloat16() for _ in range(2))
+    mask = torch.rand(4, 4, 128, 128) > 0.5
+    call = record_call(RowSampler(1000, 0), Arguments(query, key, mask, False, 1.0))
+    scores = query.float() @ key.float().mT
+    rows = at_sampled_rows(scores, call.sequences, call.places)
+    some = at_sampled_rows(scores, torch.tensor([1, 3]), torch.arange(0, 128, 2).expand(2, -1))
+    views = read_call(call, None)
+    copies = [call.given.query, call.given.key, call.given.mask, rows, some]
+    assert all(map(lies_apart, [*copies, views["query"], views["key"]]))
+    softmaxes = [
+        SoftmaxCall(rows, call.sequences, call.places, (4, 128), (call.given.query, call.given.key))
+        for _ in range(2)
+    ]
+    for read in read_calls(softmaxes, None):
+        assert lies_apart(read["query"])
+        assert lies_apart(read["key"])
+    alone = [dataclasses.replace(each, made_of=None) for each in softmaxes]
+    assert all(lies_apart(read["scores"]) for read in read_calls(alone, None))
+    assert not lies_apart(scores)
+
+
 def test_recorded_calls_and_rules_cannot_be_changed():
     rules = PlaceRule(4, SINKS.device), FlexRule(4, SINKS.device, lambda b, h, i, j: i >= j, 1)
     for recorded in (fused()[0], softmax()[0], *rules):
