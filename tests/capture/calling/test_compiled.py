@@ -8,13 +8,14 @@ from contextlib import ExitStack
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers.integrations import flex_attention
 
 from geomon import Memory, every, select
 from support import measuring
 from support.models import Running
 from support.specimens import VOCABULARY, built
+from support.watched import blocks_of
 from support.zoo import ZOO
 
 METRICS = select("variance", "anisotropy", "attention_entropy", "qk_cosine")
@@ -394,6 +395,30 @@ def test_compiled_blocks_are_looked_at_if_the_call_around_them_cannot_be_made_tw
     (reading,) = memory.readings
     assert not any("ran eagerly" in note for note in reading.words())
     assert reading.values["attention_entropy/layer_01"] > 0
+
+
+def test_a_function_that_is_compiled_in_blocks_runs_eagerly_if_the_call_cannot_be_made_twice():
+    """No call inside is left that would show what it hides."""
+    backend = Counting()
+    attend = torch.compile(scaled_dot_product_attention, backend=backend)
+    blocks = [Running(lambda m, x, keep: m.inner(x), inner=each) for each in blocks_of(attend)]
+
+    def run(m, x, keep):
+        for block in m.blocks:
+            x = block(x, keep)
+        return x
+
+    model = Running(run, blocks=nn.ModuleList(blocks))
+    hidden = torch.randn(3, 6, 32)
+    model(hidden, None)
+    runs = backend.runs
+    monitor, memory = watching(model)
+    with monitor(0):
+        model(hidden, (number for number in range(3)))
+    assert backend.runs == runs > 0
+    (reading,) = memory.readings
+    assert any("ran eagerly" in note for note in reading.words())
+    assert reading.values["attention_entropy/layer_02"] > 0
 
 
 def test_a_step_that_has_to_run_eagerly_is_said_once(caplog):
