@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from geomon import describe
 from geomon.capture import find_anatomy
-from geomon.capture.anatomy.projections import projects_in_its_own_way
+from geomon.capture.anatomy.projections import find_projections, projects_in_its_own_way
 from support.models import PlainDecoder, Running, batch
 from support.watched import look
 
@@ -916,6 +916,27 @@ def test_a_pair_of_matrices_is_found_if_its_names_differ_only_in_query_and_key(n
     query, key = names.split()
     children = {query: nn.Linear(8, 8), key: nn.Linear(8, 8)}
     assert found_projections(**children) == [(query, key)]
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        *((names, "separate") for names in [*SEPARATE, "c_q c_k"]),
+        *((names, "joint") for names in KEYS_WITH_VALUES),
+        ("qkv", "fused"),
+        ("", "multihead"),
+    ],
+)
+def test_projections_say_whether_keys_come_alone_or_with_values(names, kind):
+    made = holder(**{name: nn.Linear(8, 8) for name in names.split()})
+    if kind == "multihead":
+        made = nn.MultiheadAttention(8, 2)
+    found = find_projections(made)
+    assert found.kind == kind
+    assert (found.key is found.query) == (kind in ("fused", "multihead"))
+    if kind == "multihead":
+        assert found.query is made
+        assert found.names == ("in_proj_weight",)
 
 
 def test_matrices_of_unequal_inputs_are_no_pair():
