@@ -114,7 +114,7 @@ def columns(projections=(PLAIN,), *, kinds=None, tokens=None, which=0, order=ran
 
 
 TWO = {"projections": (PLAIN, MAPS), "rows": [[5, 4, 3, 2, 1, 0], [6, 1, 2, 3, 4, 5]]}
-# Heads, whether they are of the block's tokens in order, and the share of tokens left out.
+# Heads, and the share of the tokens whose heads are not known; a token may have none at all.
 HEADS_OF = {
     "side by side": (columns(), 0),
     "behind others": (columns(order=range(2, 8)), 0),
@@ -127,8 +127,12 @@ HEADS_OF = {
     ),
     "some unknown": (columns(kinds=[[0, -1, 0], [0, 0, -1]]), 2 / 6),
     "some from elsewhere": (columns(tokens=[3, 0, -1, 5, -1, 2]), 0),
+    "some unknown, some of no place": (
+        columns(kinds=[[0, -1, 0], [0, 0, 0]], tokens=[3, 0, -1, 5, -1, 2]), 1 / 6
+    ),
     "none known": (columns(kinds=[[-1] * 3] * 2), 1),
 }  # fmt: skip
+FROM_ELSEWHERE = ("some from elsewhere", "some unknown, some of no place")
 DRAWN = torch.tensor([4, 1, 3, 5, 0, 2])
 
 
@@ -186,7 +190,7 @@ def test_sampled_rows_of_projections_are_copied_number_by_number(way, other):
         assert (found.shape, found.role) == ((SEQUENCES, LENGTH), "")
         assert seen.left_out == pytest.approx(max(share, also))
         assert seen.heads is None
-        assert seen.has_other_keys == (place == 1 and way == "some from elsewhere")
+        assert seen.has_other_keys == (place == 1 and way in FROM_ELSEWHERE)
 
 
 @pytest.mark.parametrize(
