@@ -12,7 +12,11 @@ from torch.nn.utils import parametrize
 
 from geomon import describe
 from geomon.capture import find_anatomy
-from geomon.capture.anatomy.projections import find_projections, projects_in_its_own_way
+from geomon.capture.anatomy.projections import (
+    are_heads,
+    find_projections,
+    projects_in_its_own_way,
+)
 from support.models import PlainDecoder, Running, batch
 from support.watched import look
 
@@ -849,7 +853,7 @@ def test_heads_in_a_list_are_one_attention_of_the_block():
 
 
 @pytest.mark.parametrize(
-    ("members", "are_heads"),
+    ("members", "expected"),
     [
         ([("k", 16), ("k", 16)], True),
         ([("k", 16), ("k", 16), ("k", 16)], False),
@@ -862,7 +866,7 @@ def test_heads_in_a_list_are_one_attention_of_the_block():
          "one without keys", "one"],
 )  # fmt: skip
 def test_attentions_of_a_list_are_heads_if_together_they_are_as_wide_as_their_input(
-    members, are_heads
+    members, expected
 ):
     """Each member has queries, and something else under a name of its own, of a width."""
 
@@ -871,7 +875,25 @@ def test_attentions_of_a_list_are_heads_if_together_they_are_as_wide_as_their_in
 
     model = two_blocks(heads=lambda: nn.ModuleList(member(*each) for each in members), mlp=MlpBlock)
     found = find_anatomy(model).blocks[0].attentions
-    assert any(attention.is_head for attention in found) == are_heads
+    assert any(attention.is_head for attention in found) == expected
+
+
+def test_attentions_of_two_widths_are_no_heads_though_each_has_half_of_its_input():
+    halves = [holder(q=nn.Linear(n, n // 2), k=nn.Linear(n, n // 2)) for n in (32, 16)]
+    wide, narrow = map(find_projections, halves)
+    assert are_heads([wide, wide])
+    assert are_heads([narrow, narrow])
+    assert not are_heads([wide, narrow])
+    assert not are_heads([narrow, wide])
+
+
+def test_blocks_attend_by_their_projections_or_by_names_of_attention():
+    for model, attend in (
+        (two_blocks(mlp=MlpBlock), False),
+        (two_blocks(inner=AttentionBlock), True),
+        (holder(layers=attention_of_size(2, 8)), True),
+    ):
+        assert [block.attends for block in find_anatomy(model).blocks] == [attend] * 2
 
 
 # -- projections of an attention -------------------------------------------------------------------
