@@ -15,6 +15,7 @@ from geomon.capture import find_anatomy
 from geomon.capture.anatomy.projections import (
     are_heads,
     find_projections,
+    find_widths,
     projects_in_its_own_way,
 )
 from support.models import PlainDecoder, Running, batch
@@ -1004,6 +1005,26 @@ def parametrized_matrix() -> nn.Module:
 )
 def test_any_module_with_a_matrix_may_make_queries_keys_and_values(make):
     assert found_projections(qkv=make()) == [("qkv",)]
+
+
+@pytest.mark.parametrize(
+    ("make", "widths"),
+    [
+        (lambda: nn.Linear(8, 24), (24, 8)),
+        (lambda: nn.Embedding(50, 8), (50, 8)),
+        (lambda: matrix(24, 8), (24, 8)),
+        (lambda: matrix(8, 24, nf=24), (24, 8)),  # transposed
+        (lambda: matrix(24, 8, nf=24), (24, 8)),
+        (lambda: matrix(2, nf=24, nx=8), (24, 8)),
+        (lambda: matrix(8, 24, 1), None),
+    ],
+)
+def test_a_matrix_has_an_output_width_and_an_input_width(make, widths):
+    assert find_widths(make()) == widths
+
+
+def test_blocks_may_have_a_single_parameter():
+    check_stacks(holder(layers=attention_of_size(2, 1)), TWO_LAYERS)
 
 
 @pytest.mark.parametrize(
