@@ -35,7 +35,7 @@ def read_sdpa(given: Mapping[str, Any]) -> Arguments:
             )
     return Arguments(
         query=query, key=key, mask=mask,
-        causal=bool(given.get("is_causal")) and mask is None and query.shape[2] > 1,
+        causal=bool(given.get("is_causal")) and mask is None,
         scale=_scale(query, given.get("scale")),
     )  # fmt: skip
 

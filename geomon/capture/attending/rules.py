@@ -82,9 +82,9 @@ class PlaceRule:
         """
         if self.ends is not None:
             return 0, self.keys
-        first = 0 if self.left is None else rows.start + self.offset - self.left
+        # The last query meets the last key, so no first key is behind it.
+        first = 0 if self.left is None else max(0, rows.start + self.offset - self.left)
         last = self.keys if self.right is None else rows.stop + self.offset + self.right
-        first = min(max(first, 0), self.keys - 1)
         return first, max(min(last, self.keys), first + 1)
 
     def begins(self, length: int) -> Tensor:

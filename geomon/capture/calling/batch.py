@@ -46,10 +46,10 @@ def call_of_batch(
     return functools.partial(module, batch), ""
 
 
-def _named(parameters: list[inspect.Parameter], batch: Mapping[Any, Any]) -> dict[Any, Any]:
+def _named(parameters: list[inspect.Parameter], batch: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """Return the parts of a batch that have the names of parameters."""
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        return dict(batch)
+        return batch
     names = {p.name for p in parameters if p.kind is not inspect.Parameter.POSITIONAL_ONLY}
     return {name: value for name, value in batch.items() if name in names}
 

@@ -12,6 +12,12 @@ from torch.nn.utils import parametrize
 
 from geomon import describe
 from geomon.capture import find_anatomy
+from geomon.capture.anatomy.projections import (
+    are_heads,
+    find_projections,
+    find_widths,
+    projects_in_its_own_way,
+)
 from support.models import PlainDecoder, Running, batch
 from support.watched import look
 
@@ -533,6 +539,19 @@ def test_a_sublayer_before_the_first_attention_belongs_to_the_first_block():
     assert second.parts == tuple(layers[3])
 
 
+def test_the_parts_of_a_block_are_what_is_called_of_lists_in_lists():
+    inner = nn.ModuleList([nn.LayerNorm(8), nn.ModuleDict({"drop": nn.Dropout()})])
+    norms = nn.ModuleList([nn.LayerNorm(8), inner])
+    first = nn.ModuleList([norms, AttentionBlock(), Residual()])
+    layers = [first, sublayer(MlpBlock(), Residual())]
+    layers += [sublayer(AttentionBlock(), Residual()), sublayer(MlpBlock(), Residual())]
+    block = find_anatomy(holder(layers=nn.ModuleList(layers))).blocks[0]
+    assert block.parts == (norms[0], inner[0], inner[1]["drop"], *first[1:], *layers[1])
+    assert block.matrices == tuple(
+        module for each in layers[:2] for module in each.modules() if isinstance(module, nn.Linear)
+    )
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -591,6 +610,19 @@ def test_stacks_that_no_part_of_their_path_tells_apart_are_numbered():
     }
 
 
+def test_what_was_found_cannot_be_changed():
+    model = holder(main=attention_of_size(2, 2000), other=attention_of_size(2, 99))
+    model.more = nn.ModuleList([AttentionBlock(400), AttentionBlock(400)])
+    anatomy = find_anatomy(model)
+    stack = anatomy.stacks[-1]
+    attention = stack.blocks[0].attentions[0]
+    parts = [anatomy, stack, stack.blocks[0], attention, attention.projections, *anatomy.left_out]
+    assert len(parts) == 7
+    for part in parts:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(part, dataclasses.fields(part)[0].name, None)
+
+
 # -- models without blocks -------------------------------------------------------------------------
 
 
@@ -619,6 +651,37 @@ def test_anything_but_a_module_is_refused():
 
 def test_a_pattern_that_matches_no_whole_name_is_refused():
     check_refused(PlainDecoder(), "layers", ValueError, "no module's full name matches")
+
+
+@pytest.mark.parametrize(
+    ("blocks", "name", "members"),
+    [
+        (r"layers\.\d+", "layers.0", r"layers\.0\.\w+"),
+        (lambda model: [model.layers[1].inner, model.layers[0]], "layers.1.inner",
+         r"layers\.1\.inner\.\w+"),
+    ],
+)  # fmt: skip
+def test_lists_are_refused_as_blocks_because_they_are_never_called(blocks, name, members):
+    def pair() -> nn.Module:
+        return with_children(module_list(AttentionBlock, MlpBlock), inner=nn.ModuleDict())
+
+    model = holder(layers=module_list(pair, pair))
+    chosen = blocks if isinstance(blocks, str) else blocks(model)
+    kind = "ModuleDict" if "inner" in name else "ModuleList"
+    with pytest.raises(ValueError, match="never called") as raised:
+        find_anatomy(model, chosen)
+    assert str(raised.value) == (
+        f"{name} is a {kind}, which is never called: give its members, with "
+        f'blocks=r"{members}", or as a list of modules'
+    )
+
+
+def test_a_stack_is_whole_if_no_blocks_are_in_other_parts():
+    (stack,) = find_anatomy(PlainDecoder()).stacks
+    assert stack.is_whole
+    assert not dataclasses.replace(stack, before=1).is_whole
+    assert not dataclasses.replace(stack, behind=1).is_whole
+    assert not dataclasses.replace(stack, before=1, behind=1).is_whole
 
 
 def test_modules_of_another_model_are_refused():
@@ -730,6 +793,10 @@ LABELS = {
         ),
         ["", "attention_2", "attention_3"],
     ),
+    "one, which holds another": (
+        lambda: two_blocks(attn=lambda: with_children(AttentionBlock(), inner=AttentionBlock())),
+        [""],
+    ),
     "two half as wide as their input, but in no list": (
         lambda: two_blocks(a=narrow_attention, b=narrow_attention),
         ["", "b"],
@@ -787,7 +854,7 @@ def test_heads_in_a_list_are_one_attention_of_the_block():
 
 
 @pytest.mark.parametrize(
-    ("members", "are_heads"),
+    ("members", "expected"),
     [
         ([("k", 16), ("k", 16)], True),
         ([("k", 16), ("k", 16), ("k", 16)], False),
@@ -800,7 +867,7 @@ def test_heads_in_a_list_are_one_attention_of_the_block():
          "one without keys", "one"],
 )  # fmt: skip
 def test_attentions_of_a_list_are_heads_if_together_they_are_as_wide_as_their_input(
-    members, are_heads
+    members, expected
 ):
     """Each member has queries, and something else under a name of its own, of a width."""
 
@@ -809,7 +876,25 @@ def test_attentions_of_a_list_are_heads_if_together_they_are_as_wide_as_their_in
 
     model = two_blocks(heads=lambda: nn.ModuleList(member(*each) for each in members), mlp=MlpBlock)
     found = find_anatomy(model).blocks[0].attentions
-    assert any(attention.is_head for attention in found) == are_heads
+    assert any(attention.is_head for attention in found) == expected
+
+
+def test_attentions_of_two_widths_are_no_heads_though_each_has_half_of_its_input():
+    halves = [holder(q=nn.Linear(n, n // 2), k=nn.Linear(n, n // 2)) for n in (32, 16)]
+    wide, narrow = map(find_projections, halves)
+    assert are_heads([wide, wide])
+    assert are_heads([narrow, narrow])
+    assert not are_heads([wide, narrow])
+    assert not are_heads([narrow, wide])
+
+
+def test_blocks_attend_by_their_projections_or_by_names_of_attention():
+    for model, attend in (
+        (two_blocks(mlp=MlpBlock), False),
+        (two_blocks(inner=AttentionBlock), True),
+        (holder(layers=attention_of_size(2, 8)), True),
+    ):
+        assert [block.attends for block in find_anatomy(model).blocks] == [attend] * 2
 
 
 # -- projections of an attention -------------------------------------------------------------------
@@ -854,6 +939,27 @@ def test_a_pair_of_matrices_is_found_if_its_names_differ_only_in_query_and_key(n
     query, key = names.split()
     children = {query: nn.Linear(8, 8), key: nn.Linear(8, 8)}
     assert found_projections(**children) == [(query, key)]
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        *((names, "separate") for names in [*SEPARATE, "c_q c_k"]),
+        *((names, "joint") for names in KEYS_WITH_VALUES),
+        ("qkv", "fused"),
+        ("", "multihead"),
+    ],
+)
+def test_projections_say_whether_keys_come_alone_or_with_values(names, kind):
+    made = holder(**{name: nn.Linear(8, 8) for name in names.split()})
+    if kind == "multihead":
+        made = nn.MultiheadAttention(8, 2)
+    found = find_projections(made)
+    assert found.kind == kind
+    assert (found.key is found.query) == (kind in ("fused", "multihead"))
+    if kind == "multihead":
+        assert found.query is made
+        assert found.names == ("in_proj_weight",)
 
 
 def test_matrices_of_unequal_inputs_are_no_pair():
@@ -902,6 +1008,26 @@ def test_any_module_with_a_matrix_may_make_queries_keys_and_values(make):
 
 
 @pytest.mark.parametrize(
+    ("make", "widths"),
+    [
+        (lambda: nn.Linear(8, 24), (24, 8)),
+        (lambda: nn.Embedding(50, 8), (50, 8)),
+        (lambda: matrix(24, 8), (24, 8)),
+        (lambda: matrix(8, 24, nf=24), (24, 8)),  # transposed
+        (lambda: matrix(24, 8, nf=24), (24, 8)),
+        (lambda: matrix(2, nf=24, nx=8), (24, 8)),
+        (lambda: matrix(8, 24, 1), None),
+    ],
+)
+def test_a_matrix_has_an_output_width_and_an_input_width(make, widths):
+    assert find_widths(make()) == widths
+
+
+def test_blocks_may_have_a_single_parameter():
+    check_stacks(holder(layers=attention_of_size(2, 1)), TWO_LAYERS)
+
+
+@pytest.mark.parametrize(
     "make",
     [
         lambda: matrix(2, out_features=24),
@@ -913,6 +1039,36 @@ def test_any_module_with_a_matrix_may_make_queries_keys_and_values(make):
 )
 def test_a_module_without_a_matrix_makes_no_queries_keys_and_values(make):
     assert found_projections(qkv=make()) == []
+
+
+def marked_linear(**of_weight: Any) -> nn.Module:
+    """A linear module whose weight has attributes, as those that a wrapper has sharded."""
+    module = nn.Linear(8, 8)
+    for name, value in of_weight.items():
+        setattr(module.weight, name, value)
+    return module
+
+
+def hooked_linear() -> nn.Module:
+    module = nn.Linear(8, 8)
+    module.register_forward_hook(lambda module, args, output: output)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "in_its_own_way"),
+    [
+        (lambda: nn.Linear(8, 8), False),
+        (lambda: nn.Linear(8, 8, bias=False).bfloat16(), False),
+        (lambda: type("Quantised", (nn.Linear,), {})(8, 8), True),
+        (lambda: nn.Conv1d(8, 8, 1), True),
+        (lambda: marked_linear(to_local=None), True),
+        (lambda: marked_linear(_st_info=None), True),
+        (hooked_linear, True),
+    ],
+)  # fmt: skip
+def test_a_projection_of_its_own_way_is_more_than_a_product_and_a_bias(make, in_its_own_way):
+    assert projects_in_its_own_way(make()) == in_its_own_way
 
 
 # -- tables and outputs ----------------------------------------------------------------------------

@@ -1,13 +1,23 @@
 """Attention that is written out by hand, and softmaxes that are none."""
 
+import itertools
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from geomon.capture.attending.attention import NotUnderstoodError
+from geomon.capture.attending.by_hand import (
+    arrange_scores,
+    is_second_softmax,
+    record_softmax,
+)
+from geomon.capture.tap import Product
+from geomon.capture.tokens.sampling import RowSampler
 from support.models import Running
 from support.watched import HEADS, blocks_of, look, scores_of
 
@@ -305,6 +315,38 @@ def test_sequences_before_heads_are_sequences_when_folded(sequences):
         torch.testing.assert_close(layer.captured["query"], block.attention.query)
 
 
+def test_tokens_of_two_kinds_have_projections_of_their_own():
+    """As the tokens of a text and of an image, which attend to one another."""
+
+    def run(m, x):
+        def heads(name):
+            kinds = getattr(m, f"{name}_proj")(x[:, :3]), getattr(m, f"{name}_other")(x[:, 3:])
+            made = torch.cat(kinds, dim=1).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            return made.flatten(0, 1)
+
+        q, k, v = map(heads, "qkv")
+        mixed = scores_of(q, k).softmax(-1) @ v
+        m.query, m.key = (made.view(len(x), HEADS, LENGTH, -1) for made in (q, k))
+        return x + mixed.view(m.query.shape).transpose(1, 2).flatten(2)
+
+    def block():
+        kinds = itertools.product("qkv", ("proj", "other"))
+        made = {f"{name}_{kind}": nn.Linear(32, 32) for name, kind in kinds}
+        return Running(run, num_heads=HEADS, **made)
+
+    model = nn.Sequential(block(), block())
+    for layer, own in zip(layers_of(model, torch.randn(3, LENGTH, 32)), model, strict=True):
+        for which in ("query", "key"):
+            expected = getattr(own, which)
+            torch.testing.assert_close(layer.captured[which], expected)
+            found = layer.captured[f"projected_{which}"]
+            assert len(found) == 3 * LENGTH
+            assert torch.equal(
+                found,
+                expected[layer.captured[f"{which}_sequences"], :, layer.captured["positions"]],
+            )
+
+
 MIX = torch.eye(HEADS) + 0.1 * torch.randn(HEADS, HEADS, generator=torch.Generator().manual_seed(0))
 # Scores that no known product has become.
 OTHERS = {
@@ -422,3 +464,189 @@ def test_attention_is_seen_beside_a_router_of_as_many_experts_as_tokens(runs):
     model = beside(*runs)
     for layer, block in zip(layers_of(model, torch.randn(3, LENGTH, 32)), model, strict=True):
         torch.testing.assert_close(layer.captured["query"], block.query)
+
+
+# -- which dimension is which ----------------------------------------------------------------------
+
+# Shape of scores, dimension of their keys, shape of the tokens; sequences, heads, queries, keys.
+ARRANGED = [
+    ((2, 4, 6, 7), 3, (2, 6), (2, 4, 6, 7)),
+    ((2, 4, 6, 7), -1, (2, 6), (2, 4, 6, 7)),
+    ((2, 4, 7, 6), 2, (2, 6), (2, 4, 6, 7)),
+    ((7, 2, 4, 6), 0, (2, 6), (2, 4, 6, 7)),
+    ((2, 4, 6, 7), 3, (12,), (2, 4, 6, 7)),
+    ((2, 4, 6, 7), 3, (3, 6), None),
+    ((2, 3, 5, 6, 7), 4, (2, 6), (2, 15, 6, 7)),  # groups of heads
+    ((2, 3, 5, 6, 7), 4, (2, 18), (6, 5, 6, 7)),  # windows of a sequence
+    ((2, 3, 5, 6, 7), 4, (2, 30), None),
+    ((2, 3, 2, 5, 6, 7), 5, (2, 6), None),
+    ((8, 6, 7), 2, (2, 6), (2, 4, 6, 7)),  # sequences and heads in one dimension
+    ((8, 7, 6), 1, (2, 6), (2, 4, 6, 7)),
+    ((9, 6, 7), 2, (2, 6), None),
+    ((8, 6, 7), 2, (13,), None),
+    ((6, 7), 1, (1, 6), (1, 1, 6, 7)),
+    ((7, 6), 0, (6,), (1, 1, 6, 7)),
+    ((6, 7), 1, (2, 3), None),
+    ((6, 7), 1, (1, 5), None),
+    ((2, 4, 0, 7), 3, (2, 0), None),
+    ((0, 4, 6, 7), 3, (0, 6), None),
+]
+
+
+@pytest.mark.parametrize(("shape", "dim", "of_tokens", "sizes"), ARRANGED)
+def test_sequences_times_queries_are_the_tokens(shape, dim, of_tokens, sizes):
+    scores = torch.randn(shape)
+    found = arrange_scores(scores, dim, of_tokens)
+    if sizes is None:
+        assert found is None
+    else:
+        assert torch.equal(found, scores.movedim(dim, -1).reshape(sizes))
+
+
+SCORED = torch.randn(2, 4, 6, 6)
+
+
+def recorded(scores, *, width: int = 32, dim: int = -1, products=(), **options):
+    """What is recorded of scores among 12 tokens of a width, if anything."""
+    hidden = (2, 6, width)
+    return record_softmax(RowSampler(100, 0), scores, dim, hidden, products, **options)
+
+
+def test_a_softmax_over_other_dimensions_is_a_further_one():
+    call, made = recorded(SCORED)
+    assert made == (None, None)
+    assert not is_second_softmax(call, SCORED, 3)
+    assert not is_second_softmax(call, SCORED, -1)
+    assert is_second_softmax(call, SCORED, 2)
+    assert is_second_softmax(call, SCORED.clone(), 3)
+    assert is_second_softmax(call, SCORED[:, :, :, :2], 3)
+    for other in (SCORED[:1], SCORED[:, :3], SCORED[0]):
+        assert not is_second_softmax(call, other, -1)
+    for dim in (0, 1, -4, -3):
+        assert not is_second_softmax(call, SCORED, dim)
+
+
+FEATURES_OR = (
+    "a softmax over {keys} numbers was seen, but they are not known to be products of queries with "
+    "all keys: they may be features (linear attention), chunks of keys or experts"
+)
+
+
+@pytest.mark.parametrize(
+    ("scores", "width", "keys"),
+    [
+        (torch.randn(2, 4, 6, 5), 32, 5),  # not every token
+        (torch.randn(2, 4, 6, 7), 32, 7),
+        (SCORED, 24, 6),  # as many as features of a head
+        (torch.randn(2, 3, 4, 5), 32, 5),  # no order fits
+        (torch.randn(3, 3, 4, 5, 6), 32, 6),
+    ],
+)
+def test_scores_of_no_known_product_may_be_of_features(scores, width, keys):
+    with pytest.raises(NotUnderstoodError) as raised:
+        recorded(scores, width=width)
+    assert str(raised.value) == FEATURES_OR.format(keys=keys)
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        torch.randn(2, 6, 5),  # a router, of one head
+        torch.randn(2, 6),
+        torch.randn(3, 4, 5),
+        torch.randn(3, 4, 0, 5),
+    ],
+)
+def test_a_softmax_that_fits_no_attention_is_passed_over(scores):
+    assert recorded(scores) == (None, (None, None))
+
+
+def test_scores_of_each_query_and_key_are_recorded_without_any_product():
+    call, _ = recorded(SCORED)
+    assert torch.equal(call.scores, SCORED)
+    assert (call.shape, call.heads, call.doubtful, call.scale) == ((2, 6), 4, False, None)
+    assert recorded(torch.randn(2, 6, 6))[0].heads == 1
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_scores_that_are_columns_of_a_projection_are_no_attention(turned):
+    def find_columns(rows):
+        """Projections of tokens have them, [..., heads, tokens, columns], or turned."""
+        whole = SCORED.mT if turned else SCORED
+        return "columns" if torch.equal(rows, whole) else None
+
+    with pytest.raises(NotUnderstoodError, match="a softmax over 6 numbers"):
+        recorded(SCORED, find_columns=find_columns)
+
+
+def product(query, key, factor=1.0):
+    return Product(query.flatten(0, 1), key.flatten(0, 1).mT, factor)
+
+
+@pytest.mark.parametrize(("width", "doubtful"), [(32, False), (24, True)])
+def test_factors_of_scores_are_recorded_without_what_they_were_multiplied_by(width, doubtful):
+    query, key = torch.randn(2, 4, 6, width // 4), torch.randn(2, 4, 6, width // 4)
+    scaled = [product(query * 0.3, key * 0.3, 0.3)]
+    scores = 0.09 * 2 * query @ key.mT
+    call, made = recorded(scores, width=width, products=scaled, scale=2.0)
+    assert (call.doubtful, made) == (doubtful, (None, None))
+    assert call.scale == pytest.approx(0.18)
+    for found, expected in zip(call.made_of, (query, key), strict=True):
+        torch.testing.assert_close(found, expected)
+    unscaled, _ = recorded(scores, width=width, products=[product(query, key)], scale=None)
+    assert unscaled.scale is None
+    assert torch.equal(unscaled.made_of[0], query)
+
+
+def test_the_sum_of_several_products_has_no_factors():
+    query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 8)
+    call, made = recorded(2 * query @ key.mT, products=[product(query, key)] * 2, scale=1.0)
+    assert (call.made_of, made) == (None, (None, None))
+    assert call.why_unknown == (
+        "attention is written out by hand: its scores are the sum of 2 products, and it is not "
+        "clear which of them multiplies queries and keys"
+    )
+
+
+def columns_of(given):
+    """Columns of a projection of some tensor, the same for all tokens."""
+    projections = [SimpleNamespace(given=given)]
+    return SimpleNamespace(projections=projections, pattern=SimpleNamespace(which=[0]), repeats=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ([(1, 1), (1, None)], 0),
+        ([(1, 2), (1, 1)], 1),  # keys are made from another tensor, such as positions
+        ([(None, 1), (2, 2)], 1),
+        ([(1, 1), (2, 2)], None),
+        ([(1, 2), (None, None)], None),
+    ],
+)
+def test_of_several_products_that_of_one_tensor_has_the_columns(given, chosen):
+    factors = [[torch.randn(2, 4, 6, 8) for _ in pair] for pair in given]
+    found = [[None if x is None else columns_of(x) for x in pair] for pair in given]
+
+    def find_columns(heads):
+        for pair, columns in zip(factors, found, strict=True):
+            for factor, each in zip(pair, columns, strict=True):
+                if torch.equal(heads, factor):
+                    return each
+        return None
+
+    products = [product(query, key) for query, key in factors]
+    call, made = recorded(SCORED, products=products, scale=1.0, find_columns=find_columns)
+    assert call.made_of is None
+    assert [*made] == ([None, None] if chosen is None else found[chosen])
+
+
+def test_products_of_another_size_did_not_become_the_scores():
+    query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 5, 8)
+    other, sink = product(query, key[:, :, :4]), product(query, key)
+    call, _ = recorded(SCORED, products=[other], scale=1.0)
+    assert call.made_of is None
+    call, _ = recorded(torch.randn(2, 4, 6, 6), products=[other, sink], scale=1.0)
+    assert "sum of 2 products" in call.why_unknown
+    call, _ = recorded(torch.randn(2, 4, 6, 6), products=[sink], scale=1.0)
+    assert torch.equal(call.made_of[1], key)

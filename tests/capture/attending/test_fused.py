@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 
 from geomon import describe, measure, select
+from geomon.capture.attending.attention import NotUnderstoodError
+from geomon.capture.attending.fused import read_flash, read_flex, read_output, read_sdpa
 from support.fingerprint import fingerprint
 from support.models import PlainDecoder, Running
 from support.watched import blocks_of, check_scores, look, window
@@ -100,3 +102,80 @@ LIBRARY.impl("forward", lambda q, k, v: torch.zeros_like(q), "CPU")
 def test_an_operator_of_another_package_with_heads_before_queries_is_refused():
     model = blocks_of(torch.ops.geomon_heads_first.forward)
     assert "queries, but the block has" in str(describe(model, torch.randn(3, LENGTH, WIDTH)))
+
+
+# -- what is read of a call ------------------------------------------------------------------------
+
+QUERY, KEY = torch.randn(2, 4, 6, 9, requires_grad=True), torch.randn(2, 2, 5, 9)
+MASK = torch.rand(6, 5) > 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "causal", "scale", "shape"),
+    [
+        ({}, False, 1 / 3, None),
+        ({"is_causal": True, "scale": 0.0}, True, 0.0, None),
+        ({"is_causal": True, "attn_mask": MASK}, False, 1 / 3, (1, 1, 6, 5)),
+        ({"is_causal": False, "attn_bias": MASK[None], "scale": 2.0}, False, 2.0, (1, 1, 6, 5)),
+        ({"attn_mask": MASK[None, None]}, False, 1 / 3, (1, 1, 6, 5)),
+        ({"attn_mask": MASK[:, :1]}, False, 1 / 3, (1, 1, 6, 1)),
+        ({"attn_mask": None, "attn_bias": MASK}, False, 1 / 3, (1, 1, 6, 5)),
+    ],
+)
+def test_torch_s_own_attention_is_read_as_it_was_given(options, causal, scale, shape):
+    given = read_sdpa({"query": QUERY, "key": KEY, **options})
+    assert torch.equal(given.query, QUERY)
+    assert torch.equal(given.key, KEY)
+    assert not given.query.requires_grad
+    assert (given.causal, given.softcap, given.rule) == (causal, None, None)
+    assert given.scale == pytest.approx(scale)
+    assert (None if given.mask is None else (*given.mask.shape,)) == shape
+    if shape:
+        assert torch.equal(given.mask, MASK[None, None, :, : shape[3]])
+
+
+@pytest.mark.parametrize(
+    ("read", "name", "values", "words"),
+    [
+        (read_sdpa, "query", QUERY[0], "the query are not a plain 4-dimensional tensor"),
+        (read_sdpa, "key", KEY[0], "the key are not a plain 4-dimensional tensor"),
+        (read_sdpa, "key", None, "the key are not a plain 4-dimensional tensor"),
+        (read_sdpa, "attn_mask", MASK[:, :3], "the mask covers 3 keys, but there are 5"),
+        (read_flex, "key", KEY[0], "the key are not a plain 4-dimensional tensor"),
+        (read_flash, "query", QUERY[0], "the queries are not a plain 4-dimensional tensor"),
+        (read_flash, "key", KEY[0], "the keys are not a plain 4-dimensional tensor"),
+    ],
+)
+def test_calls_that_are_not_understood_say_why(read, name, values, words):
+    with pytest.raises(NotUnderstoodError) as raised:
+        read({"query": QUERY, "key": KEY, name: values})
+    assert str(raised.value) == words
+
+
+VALUE, OUTPUT = torch.randn(2, 4, 6, 3, requires_grad=True), torch.randn(2, 4, 6, 3)
+
+
+@pytest.mark.parametrize("is_tuple", [False, True])
+@pytest.mark.parametrize(
+    ("route", "name", "shown"),
+    [
+        ("sdpa", "value", lambda x: x),
+        ("flex", "value", lambda x: x),
+        ("flash", "v", lambda x: x.transpose(1, 2)),
+        ("flash", "value", lambda x: x[:1].transpose(1, 2)[0]),  # packed
+    ],
+)
+def test_values_and_output_are_read_with_heads_before_places(route, name, shown, is_tuple):
+    result = (shown(OUTPUT), torch.zeros(3)) if is_tuple else shown(OUTPUT)
+    value, output = read_output(route, {name: shown(VALUE)}, result)
+    assert torch.equal(value, VALUE[: len(value)])
+    assert torch.equal(output, OUTPUT[: len(output)])
+    assert len(value) == len(output) == (1 if shown(OUTPUT).ndim == 3 else 2)
+    assert not value.requires_grad
+
+
+@pytest.mark.parametrize("name", ["dropout_p", "dropout", "p_dropout"])
+def test_the_output_of_attention_with_dropout_proves_nothing(name):
+    given = {"value": VALUE}
+    assert read_output("sdpa", given | {name: 0.1}, OUTPUT) is None
+    assert read_output("sdpa", given | {name: 0.0}, OUTPUT) is not None

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from geomon import measure, select
+from geomon.capture.attending.outputs import OutputSizes, sums_of_squares
+from geomon.capture.tap import HeadColumns
 from support.models import transformer
 from support.watched import attend_by_hand, look
 
@@ -178,3 +180,46 @@ def test_padding_does_not_count_and_a_head_that_a_hook_zeroes_is_0(name, attenti
     found = [values[f"head_output_norm/layer_02/head_{head}"] for head in range(len(wanted))]
     assert found == pytest.approx(wanted, rel=1e-5)
     assert found[0] == 0
+
+
+COLUMNS = torch.tensor([5, 0, 3, 1, 4, 2])
+
+
+@pytest.mark.parametrize("columns", [slice(1, 7), COLUMNS])
+@pytest.mark.parametrize("queries", [None, torch.tensor([0, 2, 3, 7])])
+@pytest.mark.parametrize("rows", [None, torch.tensor([4, -1, 5, 0, -1, 7, 2, 6])])
+def test_sizes_are_of_the_columns_of_a_head_in_the_rows_of_sampled_queries(columns, queries, rows):
+    """Queries may be at other rows than their own, or at none."""
+    entered = torch.randn(2, 4, 8, requires_grad=True)
+    sizes = OutputSizes((2, 3, 4), queries)
+    sizes.take(entered, HeadColumns(columns, rows))
+    flat, wanted = entered.detach().double().flatten(0, 1), range(8) if queries is None else queries
+    found = [int(n) if rows is None else int(rows[n]) for n in wanted]
+    heads = flat[[row for row in found if row >= 0]][:, columns].unflatten(1, (3, 2))
+    torch.testing.assert_close(sizes.norms.double(), heads.square().sum(2).sqrt())
+    assert (sizes.norms.dtype, sizes.norms.requires_grad) == (torch.float32, False)
+    if rows is None:
+        assert sizes.known is None
+    else:
+        assert sizes.known.tolist() == [place for place, row in enumerate(found) if row >= 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_sizes_are_computed_in_float32_at_least(dtype):
+    entered = 1 + torch.rand(1, 6, 2, dtype=torch.float64) / 64
+    entered = (entered * 2.0**100 if dtype == torch.float64 else entered).to(dtype)
+    sizes = OutputSizes((1, 1, 6), None)
+    sizes.take(entered, HeadColumns(slice(None), None))
+    expected = entered.double().square().sum(2).sqrt().flatten()
+    torch.testing.assert_close(sizes.norms.flatten().double(), expected, rtol=1e-7, atol=0)
+
+
+def test_sums_of_squares_count_each_attention_alone():
+    norms = [torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), torch.full((3, 2), 2.0)]
+    first, second = sums_of_squares(norms, None)
+    assert first.tolist() == [[35, 3], [56, 3]]
+    assert second.tolist() == [[12, 3], [12, 3]]
+    assert first.dtype == torch.float64
+    first, second = sums_of_squares(norms, torch.tensor([True, False, True]))
+    assert first.tolist() == [[26, 2], [40, 2]]
+    assert second.tolist() == [[8, 2], [8, 2]]

@@ -1,5 +1,6 @@
 """Calls of fused attention that only a compiler or an accelerator makes; heads of a rank."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from geomon.capture.attending.attention import NotUnderstoodError, read_call, record_call
 from geomon.capture.attending.fused import read_flash, read_sdpa
-from geomon.capture.attending.rules import FlexRule
+from geomon.capture.attending.rules import FlexRule, PlaceRule
 from geomon.capture.shards import TensorPlace
 from geomon.capture.tokens.sampling import RowSampler
 from support.watched import attend_by_hand, blocks_of, look
@@ -111,3 +112,89 @@ def test_a_rule_says_which_tokens_do_not_see_the_token_before_them(documents):
     )
     starts = [n == 0 or documents[n] != documents[n - 1] for n in range(len(documents))]
     assert rule.begins(len(documents)).tolist() == starts
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("keys", "queries"), [(7, 7), (9, 5), (5, 9)])
+@pytest.mark.parametrize("sides", [*itertools.product([None, 0, 1, 4], repeat=2)])
+def test_a_window_reaches_from_its_first_to_its_last_visible_key(sides, keys, queries):
+    left, right = sides
+    rule = PlaceRule(keys, CPU, left=left, right=right, offset=keys - queries)
+    seen = rule.visible(torch.arange(2), torch.arange(queries).expand(2, -1))
+    assert seen.shape == (2, 1, queries, keys)
+    expected = [
+        [
+            (left is None or key >= query + keys - queries - left)
+            and (right is None or key <= query + keys - queries + right)
+            for key in range(keys)
+        ]
+        for query in range(queries)
+    ]
+    assert seen[0, 0].tolist() == seen[1, 0].tolist() == expected
+    for first, stop in itertools.combinations(range(queries + 1), 2):
+        begin, end = rule.reach(slice(first, stop))
+        assert 0 <= begin < end <= keys
+        some = seen[0, 0, first:stop].any(dim=0).nonzero().flatten().tolist()
+        if some:
+            assert (begin, end) == (some[0], some[-1] + 1)
+
+
+def test_any_query_of_a_packed_row_may_see_all_keys():
+    ends = torch.tensor([0, 2, 6])
+    rule = PlaceRule(6, CPU, left=1, right=0, ends=(ends, ends))
+    assert rule.reach(slice(3, 4)) == (0, 6)
+    assert FlexRule(6, CPU, lambda b, h, q, k: q == k, 1).reach(slice(3, 4)) == (0, 6)
+
+
+@pytest.mark.parametrize(
+    ("ends", "length", "begins"),
+    [
+        ([0, 2, 6], 6, [0, 2]),
+        ([0, 2, 6, 6, 6], 6, [0, 2]),  # a buffer of ends, padded with the last one
+        ([0, 1, 2], 5, [0, 1, 2]),  # behind which tokens are padding
+        ([0, 9], 4, [0]),
+        (None, 4, [0]),
+        (None, 0, []),
+    ],
+)
+def test_packed_sequences_begin_where_the_one_before_ends(ends, length, begins):
+    ends = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+    rule = PlaceRule(length, CPU, ends=None if ends is None else (ends, ends))
+    assert rule.begins(length).nonzero().flatten().tolist() == begins
+    assert rule.begins(length).shape == (length,)
+
+
+def test_queries_behind_the_last_packed_sequence_see_nothing():
+    queries, keys = torch.tensor([0, 1, 3]), torch.tensor([0, 2, 5])
+    rule = PlaceRule(7, CPU, ends=(queries, keys))
+    assert rule.visible(torch.zeros(1, dtype=torch.int64), torch.arange(5)[None])[
+        0, 0
+    ].tolist() == [
+        [1, 1, 0, 0, 0, 0, 0],
+        [0, 0, 1, 1, 1, 0, 0],
+        [0, 0, 1, 1, 1, 0, 0],
+        [0, 0, 0, 0, 0, 0, 0],
+        [0, 0, 0, 0, 0, 0, 0],
+    ]
+
+
+def test_functions_of_flex_attention_get_scores_and_the_places_of_queries_and_keys():
+    def change(score, b, h, i, j):
+        return score + 1000 * b + 100 * h + 10 * i + j
+
+    rule = FlexRule(4, CPU, lambda b, h, i, j: (i + j + b + h) % 2 == 0, 3, score=change)
+    sequences, places = torch.tensor([2, 0]), torch.tensor([[1, 5, 6], [0, 2, 3]])
+    scores = torch.rand(2, 5, 3, 4)
+    changed = rule.changed(scores, sequences, places)
+    seen = rule.visible(sequences, places)
+    assert seen.shape == (2, 3, 3, 4)
+    for b, h, i, j in itertools.product(range(2), range(5), range(3), range(4)):
+        place, sequence = int(places[b, i]), int(sequences[b])
+        added = 1000 * sequence + 100 * h + 10 * place + j
+        assert changed[b, h, i, j].item() == pytest.approx(scores[b, h, i, j].item() + added)
+        if h < 3:
+            assert seen[b, h, i, j].item() == ((place + j + sequence + h) % 2 == 0)
+    assert FlexRule(4, CPU, lambda b, h, i, j: i == j, 1).changed is None
+    assert PlaceRule(4, CPU).changed is None

@@ -126,6 +126,18 @@ def test_attention_by_function(way):
     check(attend, visible, **options)
 
 
+def test_one_causal_query_sees_the_first_key_alone():
+    """As torch has it, however many keys there are."""
+    earlier = torch.randn(SEQUENCES, HEADS, 5, WIDTH // HEADS)
+
+    def behind(q, k, v):
+        k, v = (torch.cat([earlier, each], 2) for each in (k, v))
+        return sdpa(q, k, v, is_causal=True)
+
+    first = torch.arange(6)[None] == 0
+    check(behind, first, shape=(SEQUENCES, 1, WIDTH), earlier=earlier)
+
+
 # -- flex attention --------------------------------------------------------------------------------
 
 ALLOWED = torch.rand(SEQUENCES, HEADS, LENGTH, LENGTH, generator=GENERATOR) > 0.5

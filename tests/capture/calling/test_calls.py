@@ -1,6 +1,7 @@
 """Calls are seen without anything on the model; the model's own names and copies are its own."""
 
 import pickle
+import threading
 
 import pytest
 import torch
@@ -17,11 +18,10 @@ FEW = select("variance", "attention_entropy", "qk_cosine")
 NAMES = ("mask", "module_", "step", "layer", "args", "kwargs", "model", "output", "function")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_column_of_the_batch_may_have_any_name(name):
+def test_columns_of_the_batch_may_have_any_name():
     """transformers passes what it does not know on to every module and attention call."""
     model = transformer("llama").train()
-    inputs = {"input_ids": batch(), name: torch.zeros(3)}
+    inputs = {"input_ids": batch()} | {name: torch.zeros(3) for name in NAMES}
     expected = model(**inputs).logits
     with window(model) as seen:
         assert torch.equal(model(**inputs).logits, expected)
@@ -43,6 +43,24 @@ def test_the_arguments_are_seen_as_the_modules_own_hooks_leave_them():
     assert not torch.equal(left, plain[1].captured["hidden"])
 
 
+def test_keywords_are_seen_as_the_modules_own_hooks_leave_them():
+    def by_keyword(model, x):
+        for block in model.blocks:
+            x = block(x=x)
+        return x
+
+    model = PlainDecoder(run=by_keyword)
+    expected = look(model, batch()).snapshot().layers
+    model.blocks[0].register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {"x": kwargs["x"] * 2}), with_kwargs=True
+    )
+    model.blocks[0].register_forward_pre_hook(lambda module, args: None)
+    found = look(model, batch()).snapshot().layers
+    assert torch.equal(found[0].captured["hidden"], 2 * expected[0].captured["hidden"])
+    assert torch.equal(found[0].captured["token_ids"], expected[0].captured["token_ids"])
+    assert all("query" in layer.captured for layer in found[1:])
+
+
 def test_a_hook_that_is_pickled_as_a_call_begins_does_nothing():
     model, kept = PlainDecoder(), []
     model.blocks[0].register_forward_pre_hook(
@@ -59,15 +77,16 @@ def test_a_forward_meets_no_other_hooks_than_those_of_its_module():
     block = model.blocks[0]
     block.register_forward_pre_hook(lambda module, args: None)
     forward = block.forward
-    block.forward = lambda *args: counts.append(len(block._forward_pre_hooks)) or forward(*args)
+    hooks = block._forward_pre_hooks, block._forward_pre_hooks_with_kwargs
+    block.forward = lambda *args: counts.append([*map(len, hooks)]) or forward(*args)
     with window(model):
         model(batch())
-    assert counts == [1]
+    assert counts == [[1, 0]]
     block.register_forward_pre_hook(lambda module, args: 1 / 0)
     with window(model):
         with pytest.raises(ZeroDivisionError):
             model(batch())
-        assert len(block._forward_pre_hooks) == 2
+        assert [*map(len, hooks)] == [2, 0]
 
 
 # -- the first call that counts ------------------------------------------------------------------
@@ -160,3 +179,30 @@ def test_a_call_without_gradients_that_fails_is_the_end(awaited):
         block(torch.ones(2, 4))
     block(torch.ones(2, 3))
     assert [type(one) for one in told] == [str, RuntimeError]
+
+
+def test_calls_in_other_threads_are_not_waited_for(awaited):
+    first, block, told = awaited
+    thread = threading.Thread(target=block, args=(torch.ones(2, 3),))
+    thread.start()
+    thread.join()
+    assert (told, first.came) == ([], False)
+    block(torch.ones(2, 3))
+    assert told == ["before", None]
+
+
+def test_a_call_of_a_wrapper_of_the_module_counts_once(awaited):
+    first, block, told = awaited
+    wrapper = torch.compile(block, backend="eager")
+    values = torch.ones(2, 3)
+    assert torch.equal(wrapper(values), nn.functional.linear(values, block.weight, block.bias))
+    assert first.came
+    assert told == ["before", None]
+
+
+def test_calls_of_other_modules_are_not_waited_for(awaited):
+    first, block, told = awaited
+    nn.Sequential(nn.Linear(3, 3))(torch.ones(2, 3))
+    assert (told, first.came) == ([], False)
+    assert nn.Sequential(nn.Identity(), block)(torch.ones(2, 3)).shape == (2, 3)
+    assert told == ["before", None]

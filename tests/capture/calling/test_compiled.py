@@ -1,17 +1,21 @@
 """Models that are compiled whole, in place and per block, and mixed precision."""
 
 import functools
+import operator
+import warnings
+from contextlib import ExitStack
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers.integrations import flex_attention
 
 from geomon import Memory, every, select
 from support import measuring
 from support.models import Running
 from support.specimens import VOCABULARY, built
+from support.watched import blocks_of
 from support.zoo import ZOO
 
 METRICS = select("variance", "anisotropy", "attention_entropy", "qk_cosine")
@@ -178,6 +182,23 @@ def test_compiled_models_give_the_same_readings_by_probe(way):
     assert values_of(memory) == values_of(expected)
 
 
+@pytest.mark.parametrize("of_class", [False, True])
+def test_a_compiled_forward_around_what_runs_the_blocks_is_looked_into(of_class):
+    kind, backend = type("Around", (Running,), {}), Counting(draws=True)
+    model = kind(lambda m, ids: m.inner(ids), inner=made(dropout=0.3)).train()
+    if of_class:
+        kind.forward = torch.compile(Running.forward, backend=backend)
+    else:
+        model.forward = torch.compile(model.forward, backend=backend)
+    monitor, memory = watching(model)
+    torch.manual_seed(3)
+    with monitor(0):
+        model(IDS)
+    assert backend.runs == 1
+    assert values_of(memory)[0] == plain_readings(dropout=0.3)[0]
+    assert not any("ran eagerly" in note for note in memory.readings[0].words())
+
+
 def test_a_compiled_loss_beside_the_model_is_run_as_compiled(caplog):
     backend = Counting()
     loss_of = torch.compile(lambda logits: logits.square().mean(), backend=backend)
@@ -231,6 +252,74 @@ def test_a_compiled_call_writes_into_its_buffers_once():
         model(IDS, cache, settings)
     assert (len(cache), settings["calls"], model.count.item()) == (1, 1, 1)
     assert len(memory.readings) == 1
+
+
+def test_the_twin_of_a_compiled_call_gets_copies_of_tensors_and_all_else_itself():
+    """Each in its place: a twin that writes into a tensor must not change the training's."""
+
+    def run(m, ids, shift, *, scale, project, change):
+        kept.append((ids, shift, scale, project, change))
+        shift.add_(1)
+        return project(change(m.inner(ids)[0] * scale) + shift)
+
+    kept, model = [], Running(run, inner=made())
+    ids, shift, scale = IDS.clone(), torch.ones(VOCABULARY), torch.tensor(3.0)
+    project, change = nn.Linear(VOCABULARY, 2), lambda x: x * 2
+    given = {"scale": scale, "project": project, "change": change}
+    expected = model(ids, shift.clone(), **given)
+    model.compile(backend="eager")
+    monitor, memory = watching(model)
+    with monitor(0):
+        found = model(ids, shift, **given)
+    torch.testing.assert_close(found, expected)
+    assert len(memory.readings) == 1
+    assert torch.equal(shift, torch.full((VOCABULARY,), 2.0))
+    _, twin, training = kept
+    assert all(map(operator.is_, training, (ids, shift, *given.values())))
+    assert torch.equal(twin[0], ids)
+    assert torch.equal(twin[1], shift)  # it was one less, and a copy has been written into
+    assert twin[2].item() == 3
+    assert not {x.data_ptr() for x in twin[:3]} & {x.data_ptr() for x in (ids, shift, scale)}
+    assert twin[3] is project
+    assert twin[4] is change
+
+
+def test_a_twin_warns_of_nothing():
+    """The training itself does not run eagerly what it compiles."""
+
+    def warns(m, ids):
+        if not torch.compiler.is_compiling():
+            warnings.warn("run eagerly", stacklevel=1)
+        return m.inner(ids)
+
+    model = Running(warns, inner=made())
+    with pytest.warns(UserWarning, match="run eagerly"):
+        model(IDS)
+    model.compile(backend="eager")
+    monitor, memory = watching(model)
+    with monitor(0):
+        model(IDS)
+    assert len(memory.readings) == 1
+
+
+def test_a_twin_that_fails_is_said_by_each_monitor_and_ends_nothing(failures):
+    def fails(m, ids):
+        logits = m.inner(ids)
+        if not torch.compiler.is_compiling():
+            raise ValueError("is not compiled")
+        return logits
+
+    model = Running(fails, inner=made())
+    model.compile(backend="eager")
+    watched = [watching(model, strict=False) for _ in range(2)]
+    with ExitStack() as stack:
+        for monitor, _ in watched:
+            stack.enter_context(monitor(0))
+        logits = model(IDS)
+    assert torch.equal(logits[0], model.inner(IDS)[0])
+    for _, memory in watched:
+        assert any("is not compiled" in note for note in memory.readings[0].words())
+    failures.clear()
 
 
 def test_the_twin_of_a_compiled_wrapper_is_of_what_is_inside(caplog):
@@ -305,6 +394,30 @@ def test_compiled_blocks_are_looked_at_if_the_call_around_them_cannot_be_made_tw
     (reading,) = memory.readings
     assert not any("ran eagerly" in note for note in reading.words())
     assert reading.values["attention_entropy/layer_01"] > 0
+
+
+def test_a_function_that_is_compiled_in_blocks_runs_eagerly_if_the_call_cannot_be_made_twice():
+    """No call inside is left that would show what it hides."""
+    backend = Counting()
+    attend = torch.compile(scaled_dot_product_attention, backend=backend)
+    blocks = [Running(lambda m, x, keep: m.inner(x), inner=each) for each in blocks_of(attend)]
+
+    def run(m, x, keep):
+        for block in m.blocks:
+            x = block(x, keep)
+        return x
+
+    model = Running(run, blocks=nn.ModuleList(blocks))
+    hidden = torch.randn(3, 6, 32)
+    model(hidden, None)
+    runs = backend.runs
+    monitor, memory = watching(model)
+    with monitor(0):
+        model(hidden, (number for number in range(3)))
+    assert backend.runs == runs > 0
+    (reading,) = memory.readings
+    assert any("ran eagerly" in note for note in reading.words())
+    assert reading.values["attention_entropy/layer_02"] > 0
 
 
 def test_a_step_that_has_to_run_eagerly_is_said_once(caplog):

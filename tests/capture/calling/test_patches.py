@@ -1,7 +1,7 @@
 import functools
 import gc
 import threading
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 import pytest
 import torch
@@ -15,8 +15,10 @@ from geomon.capture.calling.patches import (
     end_extra_passes,
     extra_pass_begun,
     in_extra_pass,
+    records_gradients,
     replace,
     run_eagerly,
+    subclasses,
     without_fast_path,
 )
 from geomon.monitor import CallbackSession
@@ -50,6 +52,50 @@ def test_a_change_is_suspended_for_all_who_hold_it_and_is_back_after_the_last_of
         assert switch.on is True
         switch.on = "changed by another"
     assert switch.on == "changed by another"
+
+
+def test_each_holder_is_released_alone_and_unknown_ones_are_ignored():
+    change, switch = patch()
+    first, second, third = [], [], []  # which are equal
+    for holder in (first, second, third):
+        change.hold(holder)
+    change.release(second, [])
+    assert [*map(id, change.holders)] == [id(first), id(third)]
+    assert switch.on
+    change.release(first, third)
+    assert change.holders == ()
+    assert not switch.on
+    change.release(first)
+    assert not switch.on
+
+
+def test_changes_are_undone_in_reverse_and_made_again_after_a_suspension():
+    told = []
+
+    def apply(undo):
+        for number in (1, 2, 3):
+            undo(lambda number=number: told.append(-number))
+            told.append(number)
+
+    change = Patch(apply)
+    with change.held(), change.held():
+        assert told == [1, 2, 3]
+        with change.suspended():
+            assert told == [1, 2, 3, -3, -2, -1]
+        assert told[6:] == [1, 2, 3]
+    assert told[9:] == [-3, -2, -1]
+
+
+def test_suspensions_may_end_in_any_order():
+    change, switch = patch()
+    first, second = change.suspended(), change.suspended()
+    with change.held():
+        for suspension in (first, second):
+            suspension.__enter__()
+        first.__exit__(None, None, None)
+        assert not switch.on
+        second.__exit__(None, None, None)
+        assert switch.on
 
 
 def test_a_suspension_left_by_ctrl_c_ends_with_the_last_holder():
@@ -88,6 +134,40 @@ def test_a_body_left_by_ctrl_c_ends_with_the_last_window(other_locks):
         holds(at)
 
 
+def test_what_a_body_of_another_thread_holds_is_left_to_it():
+    begun, may_end = threading.Event(), threading.Event()
+
+    def hold():
+        with without_fast_path.held(), run_eagerly.held():
+            begun.set()
+            may_end.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    begun.wait()
+    end_extra_passes()
+    assert not torch.backends.mha.get_fastpath_enabled()
+    assert stance() == "force_eager"
+    may_end.set()
+    thread.join()
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert stance() == "default"
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_an_extra_pass_knows_whether_the_training_recorded_gradients_before_it(trained):
+    with torch.set_grad_enabled(trained):
+        assert records_gradients() == trained
+        with extra_pass_begun(), torch.set_grad_enabled(not trained):
+            assert in_extra_pass()
+            assert records_gradients() == trained
+            with extra_pass_begun():
+                assert records_gradients() != trained
+            assert records_gradients() == trained
+        assert not in_extra_pass()
+        assert records_gradients() == trained
+
+
 @pytest.mark.parametrize("is_allowed", [True, False])
 def test_the_fused_path_of_torch_is_as_it_was(is_allowed):
     before = torch.backends.mha.get_fastpath_enabled()
@@ -110,6 +190,50 @@ def test_compiled_functions_run_eagerly_unless_somebody_has_said_otherwise_since
         torch.compiler.set_stance("eager_on_recompile")
     assert stance() == "eager_on_recompile"
     torch.compiler.set_stance("default")
+
+
+class Marked(torch.Tensor):
+    """A tensor of a class of the training's own."""
+
+
+class Holder:
+    """A window, which sees no operators while it is suspended."""
+
+    def __init__(self):
+        self.told = []
+
+    @contextmanager
+    def suspended(self):
+        self.told.append("rests")
+        yield
+        self.told.append("goes on")
+
+
+def own_new(kind, *given, **named):
+    """As another tool may make tensors."""
+    return torch._C.TensorBase.__new__(kind, *given, **named)
+
+
+@pytest.mark.parametrize("others", ["none", "before", "since"])
+def test_classes_of_tensors_are_made_while_windows_rest_unless_another_makes_them(others):
+    holders, told = [Holder(), Holder()], ["rests", "goes on"]
+    values = torch.ones(2)
+    if others == "before":
+        torch.Tensor.__new__ = staticmethod(own_new)
+    with subclasses.held(holders[0]), subclasses.held(holders[1]):
+        made = Marked(values)
+        assert type(made) is Marked
+        assert torch.equal(made.as_subclass(torch.Tensor), values)
+        assert torch.Tensor([2.0]).item() == 2
+        if others == "since":
+            torch.Tensor.__new__ = staticmethod(own_new)
+    assert [holder.told for holder in holders] == [[] if others == "before" else told * 2] * 2
+    assert ("__new__" in vars(torch.Tensor)) == (others != "none")
+    if others != "none":
+        assert vars(torch.Tensor)["__new__"].__func__ is own_new
+        del torch.Tensor.__new__
+    Marked(values)
+    assert [holder.told for holder in holders] == [[] if others == "before" else told * 2] * 2
 
 
 # -- Ctrl-C at every line ------------------------------------------------------------------------
