@@ -114,7 +114,7 @@ class KnownTokens:
         flattened = len(shape) == 1 and math.prod(shape) == math.prod(self.shape)
         if self.shape and flattened and not role:
             shape = self.shape
-        return self.answers.setdefault((shape, role), ShapeTokens(self, shape, role))
+        return ShapeTokens(self, shape, role)
 
     @property
     def batch(self) -> Shape:
@@ -208,11 +208,13 @@ class ShapeTokens:
 
     def __init__(self, known: KnownTokens, shape: Shape, role: str) -> None:
         self._known, self._shape, self._role = known, shape, role
-        self.answers: dict[Any, Any] = {}
+        # No object for a shape is kept, as a cycle of references would keep the tensors alive.
+        self.answers = known.answers.setdefault((shape, role), {})
 
     # -- all of them -----------------------------------------------------------------------------
 
-    @functools.cached_property
+    @property
+    @once
     def streams(self) -> Streams | None:
         """The tokens of the rows if each token has several, else None.
 
@@ -228,7 +230,8 @@ class ShapeTokens:
         order = torch.arange(math.prod(shape[1:]), dtype=torch.int64, device="cpu")
         return Streams(shape[1:], order.view(shape[1:]).expand(shape))
 
-    @functools.cached_property
+    @property
+    @once
     def valid(self) -> Tensor | None:
         """Mask of the shape, False for padding; None if nothing shows any padding."""
         known, shape = self._known, self._shape
@@ -245,14 +248,16 @@ class ShapeTokens:
         tokens = known.of(entered).valid
         return None if tokens is None else tokens.reshape(shape)
 
-    @functools.cached_property
+    @property
+    @once
     def packed(self) -> Sequences | None:
         """The sequences of the tokens if they are not simply the rows of the batch."""
         if self.streams is not None:
             return self.streams.sequences(length_first=self._known.length_first)
         return self._packed_by_positions() or self._packed_by_attention()
 
-    @functools.cached_property
+    @property
+    @once
     def sequences(self) -> Sequences | None:
         """The sequence (or feature map) of each token, or None if that is unknown."""
         if self._role:
@@ -262,13 +267,15 @@ class ShapeTokens:
             return self.packed
         return rows_as_sequences(self._shape, length_first=self._known.length_first)
 
-    @functools.cached_property
+    @property
+    @once
     def last(self) -> Tensor:
         """Flat indices of the last tokens of at most as many sequences as sampled rows."""
         assert self.sequences is not None
         return last_tokens(self.sequences, self.valid, self._known.sampler.max_rows)
 
-    @functools.cached_property
+    @property
+    @once
     def remarks(self) -> list[tuple[NoteKind, str]]:
         """Remarks for a reader of the numbers on hidden states of this shape."""
         found = []
@@ -280,7 +287,8 @@ class ShapeTokens:
             found.append((NoteKind.STREAMS, _STREAMS.format(streams=self.streams.number)))
         return found
 
-    @functools.cached_property
+    @property
+    @once
     def is_routed(self) -> bool:
         """Whether these are only the tokens that were routed to a layer."""
         return self._known.is_routed(self._shape)
@@ -335,7 +343,8 @@ class ShapeTokens:
         """Return the place of some rows in the order in which rows of this shape are sampled."""
         return self._order[indices]
 
-    @functools.cached_property
+    @property
+    @once
     def _order(self) -> Tensor:
         return self._known.sampler.number_rows(math.prod(self._shape))
 
