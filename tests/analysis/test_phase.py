@@ -272,8 +272,8 @@ def most(count, rate):
 
 @pytest.mark.parametrize("correlation", [0.0, 1 / 3])
 def test_one_curve_in_twenty_without_a_change_is_called_one_at_any_of_its_readings(correlation):
-    alarms = [bool(names(50 + values) & MOVES) for values in noise(60, correlation, seed=3)]
-    assert sum(alarms) <= most(60, 0.05)
+    alarms = [bool(names(50 + values) & MOVES) for values in noise(40, correlation, seed=3)]
+    assert sum(alarms) <= most(40, 0.05)
 
 
 @pytest.mark.parametrize("jitter", [0.0, 0.01])
@@ -293,5 +293,5 @@ def test_one_paired_curve_in_twenty_without_a_change_is_called_one(jitter):
     ("sign", "opposite"), [(1, {"falling", "compressing"}), (-1, {"expanding"})]
 )
 def test_a_curve_that_only_drifts_is_not_called_the_opposite(sign, opposite):
-    drifting = 50 + noise(60, 0.3, seed=4) + sign * np.linspace(0, 4, 41)
-    assert sum(bool(names(values) & opposite) for values in drifting) <= most(60, 0.04)
+    drifting = 50 + noise(40, 0.3, seed=4) + sign * np.linspace(0, 4, 41)
+    assert sum(bool(names(values) & opposite) for values in drifting) <= most(40, 0.04)

@@ -28,7 +28,8 @@ MORE = select("effective_rank_last", "local_dimension")
 
 def ragged_readings(ranks: RankGroup, folder: Path) -> None:
     """Every metric on ragged batches, all their rows or some; one rank with nothing but padding."""
-    for tokens, empty in ((400, None), (24, None), (400, ranks.size - 1), (400, 0)):
+    empty_ranks = (ranks.size - 1, 0) if ranks.size > 2 else (0,)
+    for tokens, empty in ((400, None), (24, None), *((400, rank) for rank in empty_ranks)):
         model = Decoder()
         monitor, memory = monitor_of(model, metrics=METRICS, tokens=tokens, splits=2)
         ids, mask = ragged(ranks.rank, empty=empty)
