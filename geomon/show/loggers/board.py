@@ -20,7 +20,6 @@ from geomon.record import (
     Reading,
     Readings,
     Sink,
-    check_detail,
     texts_of,
 )
 from geomon.show.loggers.parts import Page, Pages, Part, Pictures, RunDrawer
@@ -116,7 +115,6 @@ class TensorBoard(BoardPages):
             raise ImportError(
                 f"TensorBoard's files need tensorboard ({error}): {to_install('tensorboard')}"
             ) from error
-        check_detail(detail)  # before any file is opened
         self._files = _EventFiles(Path(directory), SummaryWriter)
         super().__init__(
             "TensorBoard", self._log, lambda: [self._files.writer], detail=detail, pictures=pictures

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -628,7 +629,9 @@ def test_what_was_found_cannot_be_changed():
 
 def test_a_model_without_blocks_is_refused():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    check_refused(model, None, ValueError, "no transformer blocks in Seq")
+    said = "no transformer blocks in {} (its children: {}): expected modules with children"
+    check_refused(model, None, ValueError, re.escape(said.format("Sequential", "0, 1")))
+    check_refused(model[0], None, ValueError, re.escape(said.format("Linear", "none")))
 
 
 @pytest.mark.parametrize(

@@ -127,3 +127,13 @@ def test_biases_that_fall_with_the_distance_hide_nothing(heads):
 def test_one_key_or_one_query_is_never_hidden(route):
     """A feature map that is one place by the last stage: there is nothing to compare."""
     assert all(x.all() for x in visible_by(route, torch.zeros(1, 1, 1, 1), length=1))
+
+
+@pytest.mark.parametrize(("lowest", "hides"), [(-30_000.0, False), (-30_002.0, True)])
+def test_a_single_head_hides_what_no_bias_reaches(lowest, hides):
+    mask = torch.zeros(4, LENGTH, LENGTH)
+    mask[1, :, 5] = lowest
+    for visible in visible_by(fused, mask):
+        expected = torch.ones_like(visible)
+        expected[:, 1, :, 5] = not hides
+        assert torch.equal(visible, expected)
