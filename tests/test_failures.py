@@ -8,7 +8,7 @@ from geomon.failures import failures, ignored
 
 
 class OfTheLoopError(Exception):
-    """What a training turns a signal into."""
+    """The exception that a training makes of a signal."""
 
 
 def by_two(number, frame):

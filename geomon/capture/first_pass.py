@@ -15,6 +15,7 @@ from geomon.capture.anatomy import CROSS, Block, Stack
 from geomon.capture.attending.seen import SeenAttention
 from geomon.capture.selection import RowSelection, SequenceSplit
 from geomon.capture.shards import WHOLE, TensorPlace
+from geomon.capture.storage import Shape
 from geomon.capture.tap import Origins, Plan, Provenance
 from geomon.capture.tokens.known_tokens import KnownTokens
 from geomon.capture.tokens.padding import Padding
@@ -23,16 +24,12 @@ from geomon.capture.tokens.sampling import MemoryLimit, RowSampler, SampledRows
 from geomon.capture.weights import Norms, said
 from geomon.note_kinds import NoteKind
 
-Shape = tuple[int, ...]
 TensorId = tuple[int, Shape]  # address and shape, which identify a tensor while it lives
 
 # Number of rows of hidden states that ranks compare to see whether they have the same tokens.
 LANDMARKS = 8
 
-_SHARED_OUT = (
-    "ranks share the hidden states along the sequence: only attention showed it, after these rows "
-    "were kept"
-)
+_SHARED_OUT = "ranks share the sequence, and only attention showed it, after this layer was read"
 
 
 @dataclass

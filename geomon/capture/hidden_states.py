@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from geomon.capture import private
 from geomon.capture.anatomy.projections import find_widths
-from geomon.capture.first_pass import LANDMARKS, BlockCall, Shape, StackPass, TensorId
+from geomon.capture.first_pass import LANDMARKS, BlockCall, StackPass, TensorId
 from geomon.capture.shards import Slice
-from geomon.capture.storage import local_shard, storage_of
+from geomon.capture.storage import Shape, local_shard, storage_of
 from geomon.capture.tap import Stream
 from geomon.capture.tap.operators import tensors_in
 from geomon.capture.tokens.sampling import (

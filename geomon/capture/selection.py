@@ -12,12 +12,10 @@ from geomon.capture.shards import (
     slice_of,
     whole,
 )
-from geomon.capture.storage import send
+from geomon.capture.storage import Shape, send
 from geomon.capture.tap import Stream
 from geomon.capture.tokens.pass_tokens import PassTokens
 from geomon.capture.tokens.sampling import Draw, MemoryLimit
-
-Shape = tuple[int, ...]
 
 
 class SequenceSplit:

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from geomon.capture.storage import Shape
 from geomon.capture.weights import stored_weight
-
-Shape = tuple[int, ...]
 
 
 class TensorPlace(NamedTuple):

@@ -8,6 +8,8 @@ from torch import Tensor
 from geomon.capture import private
 from geomon.failures import failures
 
+Shape = tuple[int, ...]  # of a tensor, often without its width
+
 
 def local_shard(values: Tensor) -> Tensor:
     """Return this rank's part of a sharded tensor, or any other tensor as it is.

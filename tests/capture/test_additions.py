@@ -24,7 +24,7 @@ def test_layers_with_the_same_tokens_and_width_are_compared(others):
     assert all(each is None or each.additions is None for each in found[2:])
 
 
-# What differs in the rows of the second layer, and whether they are compared all the same.
+# Differences of the second layer, and whether its rows are compared in spite of them.
 OTHERS = {
     "nothing": ({}, True),
     "indices of their own": ({"indices": torch.arange(6) + 0}, True),

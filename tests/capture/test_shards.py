@@ -187,7 +187,7 @@ def test_plain_tensors_that_ranks_share_are_placed_in_the_whole_sequence(
     seen = look(model, given, options={"place": TensorPlace(shard, 2)})
     first, *layers = seen.snapshot().layers
     assert ("hidden" in first.captured) == by_ids
-    assert by_ids or "only attention showed it" in first.missing["hidden"]
+    assert by_ids or "ranks share the sequence" in first.missing["hidden"]
     for layer, kept in zip([first] * by_ids + layers, states[not by_ids :], strict=True):
         views, state = layer.captured, kept.transpose(0, 1 - dim)
         where = views["sequences"], views["positions"] - 6 * shard

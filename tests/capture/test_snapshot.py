@@ -1,4 +1,4 @@
-"""What a snapshot is made of: layers of views, places of rows, and the words on what is missing."""
+"""Parts of a snapshot: layers of views, places of rows, and the reasons for missing views."""
 
 from fractions import Fraction
 

@@ -1,4 +1,4 @@
-"""Which calls make the pass that counts, however often and by whom the blocks are called."""
+"""The pass that counts, however often and by whom the blocks are called."""
 
 import pytest
 import torch
@@ -28,14 +28,14 @@ MASK = torch.arange(8) < torch.tensor([[8], [5], [7]])
 
 
 def alone(model, ids, **given):
-    """What a window shows of a single pass that records gradients."""
+    """Return the snapshot of a single pass that records gradients."""
     with window(model) as seen:
         model(ids, **given)
     return seen.snapshot()
 
 
 def passes(model, *calls):
-    """What a window shows of calls of a model, with gradients if their names say so."""
+    """Open a window around calls of a model, with gradients if their names say so."""
     with window(model) as seen:
         for ids, grad in calls:
             with torch.set_grad_enabled(grad == "grad"):

@@ -342,7 +342,7 @@ class Output:
     hidden: torch.Tensor
 
 
-# What a block returns of its states beside those that geomon looks into, and the states in it.
+# Outputs that hold more than tensors, or hide them, and the states in them.
 OTHERS = {
     "an iterator": (lambda x: iter((x, x + 1)), next),
     "an object": (Output, lambda output: output.hidden),

@@ -331,7 +331,7 @@ SEEN = [
     ({"visible": seen(["0000", "1111"], ["1000", "1100"])},
      {"keys": 4, "last_key": 1.5, "is_causal": 1.0}),
     ({"visible": seen(["0000", "1111"])}, {}),
-    # Of heads, each key counts that one of them sees.
+    # A key counts if one head sees it.
     ({"visible": torch.cat([seen(["1000", "1000"]), seen(["0000", "0010"])], dim=1)},
      {"keys": 4, "last_key": 2.0, "is_causal": 1.0}),
     ({"scale": 0.5, "query": QUERY}, {"scale": 0.5, "scale_by_width": 2.0}),

@@ -51,7 +51,7 @@ def values_of(layers, heads=4):
 
 LAST = reading(values_of(2))
 SHOWN = shown_over([LAST])
-# What says how far values can be trusted; charts show it for the mean alone.
+# Tags that say how far values can be trusted; charts show them for the mean alone.
 TRUST = {f"twonn/{place}/{part}": 64.0
          for place in ("layer_01", "mean")
          for part in ("margin", "n", "std", "sequences", "duplicates", "repeated", "rounding",

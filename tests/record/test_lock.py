@@ -68,7 +68,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(forks, tmp_path, co
 
 
 HERE, GONE = socket.gethostname(), 2**22 + 1  # no system numbers a process so
-# What a lock holds, and the process that a page names: "" if it was killed.
+# Contents of a lock, and the process that a page names: "" if it was killed.
 WRITERS = {
     "runs": (f"process {os.getppid()} on {HERE}", f"process {os.getppid()} on {HERE}"),
     "was killed": (f"process {GONE} on {HERE}", ""),

@@ -39,7 +39,7 @@ def folders(**named):
     return {f"{name}/{file}": text for name, files in named.items() for file, text in files.items()}
 
 
-# What the training says counts, not the name; if it says nothing, the name.
+# The training's own word counts, not the name; if it says nothing, the name does.
 TRAINER = folders(**{
     "r/checkpoint-10": MODEL, "r/checkpoint-9": MODEL, "r/best": model_at(4.0), "r/runs": {"x": ""},
     "r/checkpoint-7": model_at(8), "r/step_11": model_at(None), "r/Step=012": MODEL,

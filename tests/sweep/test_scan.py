@@ -429,7 +429,7 @@ def test_a_scan_knows_its_inputs_again(tmp_path, inputs, same, other):
 
 
 def test_the_record_of_another_model_is_not_gone_on_with(tmp_path):
-    """Of a long name the end is kept, which tells folders of one place apart."""
+    """A long name keeps its end, which tells folders of one place apart."""
     model, own = transformer("gpt2"), SMALL | {"directory": tmp_path, "tokens": 48}
     own |= {"metrics": select("anisotropy"), "inputs": {"input_ids": PROBE % 50}}
     name = "/place" * 50

@@ -25,7 +25,7 @@ from geomon.capture.attending.attention import (
 )
 from geomon.capture.shards import sharded_dims
 from geomon.capture.snapshot import at_places
-from geomon.capture.storage import local_shard
+from geomon.capture.storage import Shape, local_shard
 from geomon.capture.tap import Columns, Product
 from geomon.capture.tokens.sampling import RowSampler
 from geomon.capture.tokens.visibility import MASKED
@@ -57,9 +57,6 @@ _ORDERS = ("SHQ", "SHHQ", "SSHQ")
 FindColumns = Callable[[Tensor], Columns | None]
 MadeOf = tuple[Columns | None, Columns | None]  # of queries and of keys
 _UNKNOWN: MadeOf = None, None
-
-
-Shape = tuple[int, ...]
 
 
 class Factors(NamedTuple):

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from geomon.capture import apart
 from geomon.capture.attending.attention import AttentionCall, SoftmaxCall
-from geomon.capture.storage import send
+from geomon.capture.storage import Shape, send
 from geomon.capture.tap import AttentionWeights, Columns, Projection
 from geomon.capture.tap.columns import Integers, Pattern
 from geomon.capture.tokens.sampling import SampledRows, copy_rows
-
-Shape = tuple[int, ...]
 
 
 class Precedence(NamedTuple):

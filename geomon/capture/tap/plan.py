@@ -76,7 +76,8 @@ class Plan:
     """Everything that later calls of a block need to know of its first call.
 
     Attributes:
-        steps: The operators, up to the last one at which anything is to be done, if there is one.
+        steps: The operators, up to the last one at which anything is to be done; all of them if
+            nothing is.
         events: Values to keep of the modules that project in their own way, by their number.
         goes_on: Whether attention or a choice was seen after the steps.
     """
@@ -138,7 +139,8 @@ def _steps(
 ) -> tuple[Step, ...]:
     """Return a block's operators with all that is to be done at them, up to the last such one.
 
-    If there is none, the call may have skipped the attention: later calls that do not must differ.
+    If nothing is to be done, all operators are returned: the call may have skipped the attention,
+    and a later call that does not skip it must be seen to differ.
     """
     steps = [
         step._replace(answers=answers.get(at, ()), keeps=keeps.get(at, {}), shows=shows.get(at, ()))

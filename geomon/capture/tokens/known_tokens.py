@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from geomon.capture.storage import send
+from geomon.capture.storage import Shape, send
 from geomon.capture.tokens.boundaries import (
     GivenPlaces,
     Sequences,
@@ -29,7 +29,6 @@ from geomon.capture.tokens.token_ids import TokenIds
 from geomon.note import Note
 from geomon.note_kinds import NoteKind
 
-Shape = tuple[int, ...]
 Places = tuple[Tensor, Tensor]  # which of some rows are chosen, and their flat indices
 
 # Reasons for missing facts.
@@ -86,7 +85,7 @@ class KnownTokens:
         padding: The padding.
         given: Arguments that may show where sequences begin, the newest first.
         by_modules: Whether the modules take hidden states as [length, batch, width].
-        ends: By shape, flat indices of the rows that were taken for last tokens during the pass.
+        ends: By shape, flat indices of the rows that the pass kept as last tokens.
         attended: [batch, queries] of each attention; () while the pass runs.
         begins: Whether each token of a single row begins a sequence, as attention shows; None if
             it does not, and while the pass runs.
@@ -129,7 +128,8 @@ class KnownTokens:
         by_attention = differs and self.shape[::-1] in self.attended
         return self.by_modules or by_attention or self.ids.turned(self.shape)
 
-    @functools.cached_property
+    @property
+    @once
     def inverted_mask(self) -> str | None:
         """Error text if a mask marks as tokens exactly what attention hides, else None."""
         return self.padding.contradiction(self.batch)
@@ -314,7 +314,7 @@ class ShapeTokens:
 
     @once
     def _last_among(self, indices: Tensor, ends: Tensor) -> Places | None:
-        """Find which of some rows are last tokens; None if the pass took others for these."""
+        """Find the last tokens among some rows; None if the pass kept other rows in their place."""
         if not torch.isin(self.last, ends).all():
             return None
         places = torch.isin(indices, self.last).nonzero().squeeze(1)

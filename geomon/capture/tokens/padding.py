@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from geomon.capture.storage import Shape
 from geomon.capture.tokens import visibility
 from geomon.failures import ignored
 from geomon.note import Note
 from geomon.note_kinds import NoteKind
-
-Shape = tuple[int, ...]
 
 # Arguments that are True or 1 for tokens.
 _TOKENS = ("attention_mask", "decoder_attention_mask", "encoder_attention_mask")

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from geomon.capture.storage import Shape
 from geomon.capture.tokens.boundaries import GivenPlaces, find_places
-from geomon.capture.tokens.known_tokens import KnownTokens, Shape
+from geomon.capture.tokens.known_tokens import KnownTokens
 from geomon.capture.tokens.padding import Padding
 from geomon.capture.tokens.sampling import RowSampler
 from geomon.capture.tokens.token_ids import TokenIds, checksum, no_positions

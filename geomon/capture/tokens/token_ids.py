@@ -14,9 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from geomon.capture.storage import send
-
-Shape = tuple[int, ...]
+from geomon.capture.storage import Shape, send
 
 # Integers with at least this share of steps by one are positions; token ids rarely step by one.
 _BY_ONE = 0.5

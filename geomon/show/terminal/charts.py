@@ -88,7 +88,7 @@ def _frame(plot: Any, panel: Lines) -> None:
     pairs = [pair for x in panel.lines for pair in zip(x.low, x.high, strict=True)]
     low, high = min(values), max(values)
     margin = statistics.median((above - below) / 2 for below, above in pairs) if pairs else 0.0
-    size = max(-low, high)
+    size = max(abs(low), abs(high))
     least = max(_FLAT * size, _MARGINS * margin) if size > _LEAST else 1.0
     if high - low < least:
         start = max((low + high - least) / 2, 0.0 if low >= 0 else -math.inf)

@@ -133,7 +133,7 @@ def spark(values: Sequence[float], margin: float = 0.0) -> str:
     count = min(len(values), _SPARK)
     shown = [values[round(i * (len(values) - 1) / max(count - 1, 1))] for i in range(count)]
     low, high = min(shown), max(shown)
-    if high - low <= max(_FLAT * max(high, -low), 2 * margin):
+    if high - low <= max(_FLAT * max(abs(high), abs(low)), 2 * margin):
         return _BLOCKS[3] * count
     return "".join(_BLOCKS[round((value - low) / (high - low) * 7)] for value in shown)
 

@@ -507,7 +507,7 @@ SCORED = torch.randn(2, 4, 6, 6)
 
 
 def recorded(scores, *, width: int = 32, dim: int = -1, products=(), **options):
-    """What is recorded of scores among 12 tokens of a width, if anything."""
+    """Record a softmax of scores among 12 tokens; return the call and what made its factors."""
     hidden = (2, 6, width)
     return record_softmax(RowSampler(100, 0), scores, dim, hidden, products, **options)
 

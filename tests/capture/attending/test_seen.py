@@ -1,4 +1,4 @@
-"""Which of the calls in a block is its attention, and its queries and keys as projected."""
+"""Attention of a block: the call that counts among several, and its projected queries and keys."""
 
 import itertools
 from dataclasses import replace

@@ -218,7 +218,7 @@ def by_heads(x):
 EVERY = torch.arange(15).view(3, 5)
 OTHER = torch.randn(3, 4, 2, 3)
 STEPS = [0, 3, 6, 9]
-# What is made of heads, [sequences, heads, tokens, width]; first column of each head, how often
+# Functions of heads, [sequences, heads, tokens, width]; first column of each head, how often
 # each is repeated in a row, and the row of the hidden states behind each token.
 HEADS = {
     "as projected": (lambda h: h, STEPS, 1, EVERY),
@@ -410,7 +410,7 @@ def test_products_of_queries_and_keys_flow_into_scores_with_a_factor(way):
     assert found.scale(scores) == since
 
 
-# What becomes of softmax weights, and whether they are changed before values are mixed by them.
+# Functions of softmax weights, and whether they change them before values are mixed by them.
 WEIGHED = {
     "as they are": (lambda w, v: w @ v, False),
     "dropped": (lambda w, v: F.dropout(w, 0.5) @ v, False),

@@ -106,7 +106,7 @@ def test_each_block_begins_anew_and_its_input_may_be_unknown():
 
 
 ORDER = torch.tensor([4, 0, 2, 2])
-# What is made of the rows of a table, and the row behind each row of it.
+# Functions of the rows of a table, and the row behind each row of the result.
 ROWS = {
     "as they are": (lambda e: e, lambda n: n),
     "scaled and placed": (lambda e: F.dropout(e * 8 + NUMBERS, 0.1), lambda n: n),
