@@ -23,8 +23,10 @@ settings.load_profile("geomon")
 # The same of W&B's own process: seconds in which it has to start.
 os.environ |= {"WANDB__SERVICE_WAIT": "300", "WANDB_INIT_TIMEOUT": "300"}
 
+# torch's optimizers import torch._dynamo, so that most programs would.
 PREPARATION = (
-    "from support import models, plain_models; import geomon, scipy.stats, faiss; geomon.Monitor"
+    "from support import models, plain_models; "
+    "import geomon, scipy.stats, faiss, torch._dynamo; geomon.Monitor"
 )
 
 
@@ -32,7 +34,8 @@ def pytest_runtest_setup() -> None:
     """Give each test the same random numbers, whichever tests run before it."""
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    # torch.manual_seed writes down the stack for each accelerator that may come: five seconds in all.
+    torch.default_generator.manual_seed(0)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,6 +1,7 @@
 """The house: folders import one way, through their faces, and nothing heavy happens at import."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -67,10 +68,18 @@ USERS = [
 ]
 
 
+@functools.cache
+def imports(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """The import statements of a file, anywhere in it."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+@functools.cache
 def imported(path: Path) -> set[str]:
     """Modules of geomon that a file imports from, without the package's name."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in imports(path):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 inner = PACKAGE.joinpath(*node.module.split(".")[1:], alias.name)
@@ -82,6 +91,7 @@ def imported(path: Path) -> set[str]:
     return {name.removeprefix("geomon.") for name in names if name.startswith("geomon.")}
 
 
+@functools.cache
 def face(directory: Path) -> list[str]:
     """Names that a folder's face hands on."""
     path = directory / "__init__.py"
@@ -140,7 +150,7 @@ def test_a_face_has_the_names_that_others_use(name):
         alias.name
         for path in [*FILES, *USERS, *sorted((ROOT / "tests").rglob("*.py"))]
         if not {PACKAGE / name, ROOT / "tests" / name} & {*path.parents}
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in imports(path)
         if isinstance(node, ast.ImportFrom) and node.module == f"geomon.{name}"
         for alias in node.names
     }

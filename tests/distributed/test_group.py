@@ -17,7 +17,7 @@ from support.ranks.whole_runs import resumed, scenarios
 
 PREPARATION = """
 import contextlib
-import torch._dynamo, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp
+import torch.distributed.checkpoint.state_dict, torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 import support.ranks.launch, support.ranks.lost, support.ranks.readings, support.ranks.trainers
 with contextlib.suppress(ImportError):

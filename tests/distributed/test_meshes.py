@@ -11,7 +11,7 @@ from support.ranks.meshes import cells, dies, other_attentions, page, parts, pro
 
 PREPARATION = """
 import contextlib
-import torch._dynamo, support.ranks.launch, support.ranks.meshes
+import support.ranks.launch, support.ranks.meshes
 with contextlib.suppress(ImportError):
     from transformers import LlamaForCausalLM
 """
