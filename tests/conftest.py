@@ -42,6 +42,7 @@ def pytest_runtest_setup() -> None:
 def pytest_collection() -> Generator[None, Any, Any]:
     """Search for no garbage during the imports: of twelve seconds that took four."""
     gc.disable()
+    gc.set_threshold(20_000, 20, 20)  # the young are many, and nearly all of them go by themselves
     try:
         return (yield)
     finally:
