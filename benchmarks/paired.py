@@ -22,8 +22,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.timing import print_machine, print_table
 from geomon import Monitor, Readings, log_spaced, read, select
 from geomon.analysis.phase import Point, sum_of
+from recipes.enwik8.optimizer import adamw, cosine_rate
 from recipes.enwik8.text import Text, load, windows
-from recipes.enwik8.train import PRESETS, adamw, configuration, cosine_rate
+from recipes.enwik8.train import PRESETS, configuration
 
 METRICS = (
     "twonn", "twonn_distinct", "gride", "anisotropy", "attention_entropy", "effective_rank",

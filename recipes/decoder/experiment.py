@@ -1,16 +1,16 @@
 """Test the claims of four papers on language models with a small decoder of characters."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from typer import Option
 
-from geomon import METRICS, log_spaced, select
+from geomon import METRICS, log_spaced
 from geomon.kernels.token_types import token_types
 from recipes.decoder.claims import (
     attention_questions,
@@ -20,13 +20,13 @@ from recipes.decoder.claims import (
     stability_claims,
 )
 from recipes.decoder.figure import decoder_figure, seeds_figure
+from recipes.enwik8.optimizer import cosine_rate
 from recipes.enwik8.text import InputError, Text, spread
-from recipes.enwik8.train import cosine_rate
 from recipes.study.claim import Claim, answers
 from recipes.study.experiment import Experiment, Runs, check_heads
 from recipes.study.model import Architecture, Transformer
 from recipes.study.text import next_characters, random_windows
-from recipes.study.training import Training, Watch
+from recipes.study.training import Training, Watch, without_margins
 
 # Metrics beyond the default ones.
 _MORE = (
@@ -104,8 +104,10 @@ class Decoder(Experiment):
         held_out = spread(corpus.validation, self.context + 1, _LOSS_WINDOWS)
         unused = torch.Generator()
         probe = spread(corpus.validation, self.context, self.windows)
-        more = {"norm_variance_slope_shuffled": norm_variance_slope_shuffled}
-        metrics = {**METRICS, **select(*_MORE), **more}
+        metrics: dict[str, Callable[..., Any]] = {
+            **without_margins(*METRICS, *_MORE),
+            "norm_variance_slope_shuffled": norm_variance_slope_shuffled,
+        }
         return Training(
             model,
             lambda generator: next_characters(model, draw(generator), generator),

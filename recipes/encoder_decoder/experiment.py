@@ -13,8 +13,8 @@ from typer import Option
 from geomon import log_spaced, select
 from geomon.analysis import bulge, peak_depth, profile_of
 from recipes.encoder_decoder.figure import draw
+from recipes.enwik8.optimizer import cosine_rate
 from recipes.enwik8.text import Text, spread
-from recipes.enwik8.train import cosine_rate
 from recipes.study.claim import Claim, Question, answers
 from recipes.study.experiment import Experiment, Runs, check_heads
 from recipes.study.history import History, hidden_states, over_layers

@@ -1,6 +1,6 @@
 """Pretrain a decoder on enwik8 or another text, and watch its geometry.
 
-One file to copy, from top to bottom: sizes, model, batches, checkpoints, options, the run.
+From top to bottom: sizes, model, batches, checkpoints, options, the run.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from geomon import Phase, log_spaced, read
 from geomon.lightning import GeometryMonitor
 from geomon.show import Printer, geometry_figure, run_table, save
+from recipes.enwik8.optimizer import adamw, cosine_rate
 from recipes.enwik8.subwords import load_tokens
 from recipes.enwik8.text import Ids, InputError, Text, spread, windows
 
@@ -85,30 +86,6 @@ def bits(logits: Tensor, tokens: Tensor, bytes_per_token: float = 1.0) -> Tensor
     logits = logits[:, : tokens.shape[1] - 1]  # a last one would predict what follows the window
     nats = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
     return nats / (math.log(2) * bytes_per_token)
-
-
-def adamw(
-    model: torch.nn.Module, learning_rate: float, *, decay: float = 0.1, of_vectors: float = 0.0,
-    betas: tuple[float, float] = (0.9, 0.95),
-) -> torch.optim.AdamW:  # fmt: skip
-    """Make an AdamW optimizer that decays matrices; `of_vectors` decays biases and norm gains."""
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": decay},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": of_vectors},
-    ]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas)
-
-
-def cosine_rate(warmup: int, steps: int) -> Callable[[int], float]:
-    """Make a learning rate schedule: a warm-up, then a cosine that ends at a tenth."""
-
-    def rate(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        done = min(1.0, (step - warmup) / max(1, steps - warmup))
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
-
-    return rate
 
 
 class Decoder(L.LightningModule):

@@ -16,8 +16,8 @@ from geomon import Monitor
 from geomon.analysis import WATCHED
 from geomon.distributed import RankGroup
 from geomon.monitor import DEFAULT_SHARE, Account, Due, Planner
+from recipes.enwik8.optimizer import adamw, cosine_rate
 from recipes.enwik8.text import Text, carried_text, characters
-from recipes.enwik8.train import adamw, cosine_rate
 from recipes.faults.kinds import FAULTS, EachStep, Subject, nothing
 from recipes.study.model import Architecture, Transformer
 from recipes.study.text import random_windows

@@ -19,8 +19,8 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from recipes.enwik8.optimizer import adamw, cosine_rate
 from recipes.enwik8.text import Ids, Text
-from recipes.enwik8.train import adamw, cosine_rate
 from recipes.faults.kinds import Subject
 from recipes.study.text import random_windows
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from geomon import Metric, Monitor, select
 from geomon.record import Record
+from recipes.enwik8.optimizer import adamw
 from recipes.enwik8.text import InputError
-from recipes.enwik8.train import adamw
 from recipes.study.files import write_json
 
 _FINISHED = "finished.json"
