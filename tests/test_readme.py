@@ -26,7 +26,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 INSTALLED = re.compile(r"^pip install '\S+\[(\S+)\]'$", flags=re.MULTILINE)
 STEPS = (0, 4, 8)
 # The training of the tutorial takes minutes.
-SHORTER = {", 500": ", 24", "step == 350": "step == 12", "every(20)": "every(8)"}
+SHORTER = {", 500": ", 12", "step == 350": "step == 6", "every(20)": "every(8)"}
 
 
 def parameters(paths):

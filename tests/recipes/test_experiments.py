@@ -1,6 +1,7 @@
 """Every experiment leaves records, claims and pictures, and repeats nothing that is complete."""
 
 import inspect
+import subprocess
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from geomon import read
 from recipes.study.__main__ import app, experiments
 from recipes.study.claim import load_results
+from recipes.study.experiment import in_processes
 
 SMALL = ["--width", "16", "--heads", "2"]
 TINY = {
@@ -47,9 +49,14 @@ def text(tmp_path_factory):
 def finished(request, text, tmp_path_factory):
     """The name of an experiment, its arguments, and what its command has printed."""
     name = request.param
-    processes = 2 if name == "overfit" else 1
-    common = ["--data", text, "--seeds", 2, "--processes", processes, *TINY[name]]
+    common = ["--data", text, "--seeds", 2, "--processes", 1, *TINY[name]]
     arguments = [name, *common, "--out", tmp_path_factory.mktemp(name)]
+    if name == "decoder":  # a single training, since each process has to import everything
+        with pytest.MonkeyPatch.context() as here:
+            here.setattr("recipes.study.experiment.fit", None)
+            here.setattr("recipes.study.__main__.show", lambda experiment, folder: None)
+            first = run(*arguments, "--seeds", 1, "--processes", 2)
+        assert first.exit_code == 0, first.output
     done = run(*arguments)
     assert done.exit_code == 0, done.output
     return name, arguments, done.output
@@ -97,7 +104,7 @@ def test_what_is_complete_is_not_repeated_and_what_was_broken_off_is_the_same_ag
     before = {path: path.stat().st_mtime_ns for path in records}
     of_broken = {path: values_of(path) for path in records if broken.parent in path.parents}
     broken.unlink()  # as if it had been ended before its last step
-    assert run(*arguments, "--processes", 1).exit_code == 0
+    assert run(*arguments).exit_code == 0
     for path, values in of_broken.items():  # also where another process found them
         assert values_of(path) == pytest.approx(values, rel=1e-3, nan_ok=True)
     changed = {path for path in records if path.stat().st_mtime_ns != before[path]}
@@ -107,9 +114,20 @@ def test_what_is_complete_is_not_repeated_and_what_was_broken_off_is_the_same_ag
 
 def test_a_folder_of_other_settings_is_refused(finished):
     _, arguments, _ = finished
-    other = run(*arguments, "--processes", 1, "--steps", 9)
+    other = run(*arguments, "--steps", 9)
     assert (other.exit_code, other.stderr.count("\n")) == (2, 1)
     assert "holds a training with another steps: choose another folder" in other.stderr
+
+
+def test_calls_are_made_side_by_side(tmp_path, capsys):
+    """Each of two calls waits for what the other one writes."""
+    wait = "touch $0; for i in $(seq 3000); do test -e $1 && exit 0; sleep 0.01; done; exit 1"
+    one, other = tmp_path / "one", tmp_path / "other"
+    calls = [(["sh", "-c", wait, *both],) for both in ((one, other), (other, one))]
+    in_processes(subprocess.check_call, calls, 2)
+    assert "2 of 2 trainings are complete" in capsys.readouterr().out
+    with pytest.raises(subprocess.CalledProcessError):
+        in_processes(subprocess.check_call, [(["false"],), (["true"],)], 2)
 
 
 @pytest.mark.parametrize("name", TINY)

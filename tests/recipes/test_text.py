@@ -273,9 +273,13 @@ def test_subwords_give_the_text_back_and_are_kept(tmp_path):
     )  # fmt: skip
 
 
-@given(st.text())
-def test_text_that_the_vocabulary_has_not_seen_comes_back(text):
-    tokenizer = subwords.train_tokenizer(TEXT[:10_000], 280)
+@pytest.fixture(scope="module")
+def tokenizer():
+    return subwords.train_tokenizer(TEXT[:10_000], 280)
+
+
+@given(text=st.text())
+def test_text_that_the_vocabulary_has_not_seen_comes_back(tokenizer, text):
     assert tokenizer.decode(encode(tokenizer, text.encode()).tolist()) == text
 
 

@@ -87,13 +87,11 @@ def test_cells_are_those_of_the_page():
     assert {cell.what for cell in CELLS if not cell.fault} == {*HEALTHY}
 
 
-@pytest.mark.parametrize(
-    "healthy_and_faulty", FAULTY, ids=lambda cell: f"{cell.training}-{cell.what}", indirect=True
-)
+@pytest.mark.parametrize("cell", FAULTY, ids=lambda cell: f"{cell.training}-{cell.what}")
 def test_a_fault_changes_the_training_and_at_once_only_the_block_that_it_is_put_into(
-    healthy_and_faulty, healthy_steps
+    cell, tasks, healthy_steps
 ):
-    cell, _, faulty = healthy_and_faulty
+    faulty = copy.deepcopy(tasks[cell.training])
     before, each_step = weights_of(faulty), cell.plant(faulty)
     each_step(0)
     own = {id(each) for each in block_of(cell, faulty).parameters()} if cell.fault.local else set()
@@ -195,12 +193,13 @@ def test_the_block_alone_sees_later_tokens(healthy_and_faulty):
 def test_gradients_are_thirty_times_as_large_for_five_steps(healthy_and_faulty):
     cell, healthy, faulty = healthy_and_faulty
     each_step = cell.plant(faulty)
-    batch = faulty.held_out
+    batch = faulty.draw(torch.Generator().manual_seed(3))
+    healthy.model.zero_grad()
+    healthy.loss(batch).backward()
     for since, factor in ((0, 30.0), (4, 30.0), (5, 1.0)):
         each_step(since)
-        for task in (healthy, faulty):
-            task.model.zero_grad()
-            task.loss(batch).backward()
+        faulty.model.zero_grad()
+        faulty.loss(batch).backward()
         for at, (usual, own) in enumerate(zip(healthy.blocks(), faulty.blocks(), strict=True)):
             for pair in zip(usual.parameters(), own.parameters(), strict=True):
                 first, second = (each.grad for each in pair)
