@@ -25,8 +25,13 @@ README = (ROOT / "README.md").read_text()
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 INSTALLED = re.compile(r"^pip install '\S+\[(\S+)\]'$", flags=re.MULTILINE)
 STEPS = (0, 4, 8)
-# The training of the tutorial takes minutes.
-SHORTER = {", 500": ", 12", "step == 350": "step == 6", "every(20)": "every(8)"}
+# The training of the tutorial takes minutes, and the vocabulary of GPT-2 seconds.
+SHORTER = {
+    "tutorial.md": {", 500": ", 12", "step == 350": "step == 6", "every(20)": "every(8)"},
+    "README.md": {
+        "GPT2Config(": "GPT2Config(vocab_size=100, bos_token_id=None, eos_token_id=None, "
+    },
+}
 
 
 def parameters(paths):
@@ -68,8 +73,8 @@ def trained(tmp_path_factory):
 
 
 def shortened(block, page):
-    """A block of the tutorial with a training of few steps; other blocks as they are."""
-    for long, short in SHORTER.items() if page.name == "tutorial.md" else ():
+    """A block with a training of few steps or a small model."""
+    for long, short in SHORTER.get(page.name, {}).items():
         block = block.replace(long, short)
     return block
 
