@@ -23,21 +23,23 @@ class ModelBlocks:
         group: The ranks.
         blocks: The blocks, or a regular expression that matches their names; None to search for
             them.
+        anatomy: What was found so.
 
     Attributes:
         model: The argument.
         anatomy: The blocks, in their stacks.
         plans: Plans of the blocks' operators.
-
-    Raises:
-        ValueError: If the model has no blocks.
     """
 
     def __init__(
-        self, model: ModelParts, group: RankGroup, blocks: str | Sequence[nn.Module] | None
+        self,
+        model: ModelParts,
+        group: RankGroup,
+        blocks: str | Sequence[nn.Module] | None,
+        anatomy: Anatomy,
     ) -> None:
         self.model, self._group, self._blocks = model, group, blocks
-        self.anatomy, self.plans = self._find(), Plans()
+        self.anatomy, self.plans = self._placed(anatomy), Plans()
         self._modules = tuple(model.root.modules())  # for which the anatomy was found
         self._names_at_first = self.names
 
@@ -86,10 +88,11 @@ class ModelBlocks:
             return
         self._modules = modules
         with ignored(ValueError):
-            self.anatomy, self.plans = self._find(), Plans()
+            anatomy = self.model.find_anatomy(self._blocks)
+            self.anatomy, self.plans = self._placed(anatomy), Plans()
 
-    def _find(self) -> Anatomy:
-        anatomy = self.model.find_anatomy(self._blocks)
+    def _placed(self, anatomy: Anatomy) -> Anatomy:
+        """Give the stacks of this rank their places in the whole model."""
         mesh, own = self._group.mesh, self._group.own
         stacks = []
         for stack in anatomy.stacks:

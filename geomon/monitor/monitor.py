@@ -91,13 +91,14 @@ class Monitor:
         if options["probe"] is not None:
             parts.check_probe(options["probe"])
         self._jobs = JobFactory(options, parts.root)
-        self._group = connect(options, parts)
+        anatomy = parts.find_anatomy(options["blocks"])
+        self._group = connect(options, parts, anatomy)
         self.warnings = Warnings(self._group, strict=options["strict"])
         self.account = Account()
         in_background = self._jobs.suit_background(options["background"], self._group)
         loss = options["probe_loss"]
         self.passes = Passes(
-            ModelBlocks(parts, self._group, options["blocks"]), options,
+            ModelBlocks(parts, self._group, options["blocks"], anatomy), options,
             views=self._jobs.evaluator.views, group=self._group, device=self._jobs.device,
             in_background=in_background, account=self.account,
             loss=None if loss is None else ProbeLoss(loss, self.warnings),

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 
-from geomon.capture import ModelParts
+from geomon.capture import Anatomy, ModelParts
 from geomon.distributed import Mesh, RankGroup, find_place, find_ranks, join_ranks
 from geomon.failures import failures
 from geomon.monitor.options import AUTO, MonitorOptions
@@ -13,16 +13,15 @@ from geomon.monitor.warnings import Warnings
 from geomon.record import Record
 
 
-def connect(options: MonitorOptions, parts: ModelParts) -> RankGroup:
+def connect(options: MonitorOptions, parts: ModelParts, anatomy: Anatomy) -> RankGroup:
     """Return the ranks, connected if built with the same options (then a collective)."""
-    anatomy = parts.find_anatomy(options["blocks"])
     blocks: list[dict[str, tuple[str, ...]]] = [{} for _ in parts.modules]
     for stack in anatomy.stacks:
         blocks[stack.part][stack.name] = tuple(block.name for block in stack.blocks)
     place = find_place(parts.modules, parts.stages)
     place = dataclasses.replace(place, blocks=tuple(blocks))
-    if not options["gather"]:
-        ranks = find_ranks()
+    ranks = find_ranks()
+    if ranks.size == 1 or not options["gather"]:
         ranks.mesh = Mesh((place,))
         return ranks
     schedule = options["schedule"]

@@ -154,26 +154,26 @@ def test_units_do_not_change_the_word_and_a_mirror_turns_it(seed, unit):
 
 
 def paired(steps, values, groups, fingerprints=None):
-    """Phase of a curve that read the same rows: relative errors of its 8 groups, [steps, 8]."""
+    """Readings of the same rows, from the relative errors of their 8 groups, [steps, 8]."""
     means = np.array(values) * (1 + groups.mean(axis=1))
     without = np.array(values)[:, None] * (1 + (groups.sum(axis=1, keepdims=True) - groups) / 7)
-    return phase_of([
+    return [
         Point(step, value, by_book.margin(each), each.tolist(), name)
         for step, value, each, name in zip(
             steps, means.tolist(), without, fingerprints or ["rows"] * len(steps), strict=True
         )
-    ])  # fmt: skip
+    ]
 
 
 def test_errors_that_all_readings_share_cancel_in_their_differences():
     random = np.random.default_rng(7)
     shared = 0.2 * random.standard_normal((1, 8)) + 0.003 * random.standard_normal((12, 8))
     steps, falling = range(0, 1200, 100), np.linspace(6, 5, 12)
-    assert paired(steps, falling, shared).name == "falling"
-    assert paired(steps, falling, shared, [str(step) for step in steps]).name == "unclear"
-    assert paired(steps, falling, shared, [""] * 12).name == "unclear"
+    assert phase_of(paired(steps, falling, shared)).name == "falling"
+    for others in ([str(step) for step in steps], [""] * 12):
+        assert phase_of(paired(steps, falling, shared, others)).name == "unclear"
     half = [*["before"] * 6, *["after"] * 6]
-    assert paired(steps, falling, shared, half).name in {"level", "unclear"}
+    assert phase_of(paired(steps, falling, shared, half)).name in {"level", "unclear"}
 
 
 @pytest.mark.parametrize("rows", [("a", "a", "a"), ("a", "b", "a"), ("", "", ""), ("a", "b", "c")])
@@ -282,10 +282,8 @@ def test_one_paired_curve_in_twenty_without_a_change_is_called_one(jitter):
     for _ in range(60):
         groups = 0.1 * random.standard_normal((1, 8)) + 0.02 * random.standard_normal((25, 8))
         flat = 5 * (1 + jitter * random.standard_normal(25))
-        wrong += any(
-            paired(steps[:until], flat[:until], groups[:until]).name in MOVES
-            for until in range(2, 26)
-        )
+        points = paired(steps, flat, groups)
+        wrong += any(phase_of(points[:until]).name in MOVES for until in range(2, 26))
     assert wrong <= most(60, 0.05)
 
 
