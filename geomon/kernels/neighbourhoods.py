@@ -115,9 +115,9 @@ def _squared_distances(rows: Tensor, part: Tensor, centred: Tensor, scale: Tenso
     gram = centred @ centred.transpose(1, 2)
     norms = gram.diagonal(dim1=1, dim2=2)
     both = norms[:, :, None] + norms[:, None, :]
-    squared = both - 2 * gram
-    error = (4 + rows.shape[1] ** 0.5) * torch.finfo(torch.float64).eps * both
-    close = (squared * _TOLERANCE <= error).triu(diagonal=1)
+    squared = gram.mul_(-2).add_(both)
+    error = (4 + rows.shape[1] ** 0.5) * torch.finfo(torch.float64).eps
+    close = (squared <= both.mul_(error / _TOLERANCE)).triu(diagonal=1)
     near, one, other = close.nonzero(as_tuple=True)
     exact = _squared_differences(rows, part[near, one], part[near, other], scale[near])
     squared[near, one, other] = squared[near, other, one] = exact

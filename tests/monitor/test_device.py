@@ -21,10 +21,10 @@ NAME = str(DEVICE)
 FEW = select("anisotropy", "twonn", "within_variance", "qk_cosine", "attention_entropy")
 
 
-def run(directory=None, *, steps=2, sequences=16, **options):
+def run(directory=None, *, steps=2, sequences=16, layers=2, **options):
     """The readings of a short training, of a few metrics by default."""
     torch.manual_seed(0)
-    model = PlainDecoder(layers=2)
+    model = PlainDecoder(layers=layers)
     few = {"metrics": FEW, "tokens": 128, "splits": 2, "device": "auto", "background": False}
     monitor, memory = watching(model, directory=directory, **(few | options))
     for step in range(steps):
@@ -82,10 +82,10 @@ def pretend(monkeypatch, **functions):
 
 
 def test_a_named_device_measures_and_gives_the_same_values(tmp_path):
-    metrics = FEW | select("alpha", "local_dimension")
-    on_host = run(metrics=metrics)
+    options = {"metrics": FEW | select("alpha", "local_dimension"), "layers": 1}
+    on_host = run(**options)
     with Accelerator() as accelerator:
-        on_device = run(tmp_path, metrics=metrics, device=NAME)
+        on_device = run(tmp_path, device=NAME, **options)
     assert accelerator.launches > 1000
     assert [reading.words() for reading in on_device] == [reading.words() for reading in on_host]
     for one, other in zip(on_host, on_device, strict=True):

@@ -208,26 +208,44 @@ FAILURES = {
 }  # fmt: skip
 
 
+def measured(metrics, background, patch, event=None, at=None):
+    """Values and notes of three readings, with an event before one of them."""
+    torch.manual_seed(0)
+    options = IN_PROCESS | {"metrics": metrics, "background": background, "strict": True}
+    watched = Watched(None, patch, **options)
+    with patch.context() as changes:
+        for step in range(3):
+            if step == at and event is not None:
+                event(changes)
+            watched.step(step)
+            wait_for(watched)
+    assert not workers_of(os.getpid())
+    watched.monitor.close()
+    assert watched.shown == [0, 1, 2]
+    return values_of(watched), notes_of(watched)
+
+
+@pytest.fixture(scope="module")
+def measured_by_a_thread():
+    """The same of a thread, which is asked for the metrics of most failures once."""
+    known = {}
+
+    def measured_once(metrics, patch):
+        if id(metrics) not in known:
+            known[id(metrics)] = measured(metrics, "thread", patch)
+        return known[id(metrics)]
+
+    return measured_once
+
+
 @pytest.mark.usefixtures("own_metrics_in_background")
 @pytest.mark.parametrize("name", FAILURES)
-def test_if_no_process_can_measure_a_thread_does_and_says_so_once(name, monkeypatch, caplog):
+def test_if_no_process_can_measure_a_thread_does_and_says_so_once(
+    name, measured_by_a_thread, monkeypatch, caplog
+):
     metrics, event, at, why = FAILURES[name]
-    found = []
-    for background in ("process", "thread"):
-        torch.manual_seed(0)
-        options = IN_PROCESS | {"metrics": metrics, "background": background, "strict": True}
-        watched = Watched(None, monkeypatch, **options)
-        with monkeypatch.context() as patch:
-            for step in range(3):
-                if background == "process" and step == at and event is not None:
-                    event(patch)
-                watched.step(step)
-                wait_for(watched)
-        assert not workers_of(os.getpid())
-        watched.monitor.close()
-        assert watched.shown == [0, 1, 2]
-        found.append((values_of(watched), notes_of(watched)))
-    (values, notes), (others, without) = found
+    values, notes = measured(metrics, "process", monkeypatch, event, at)
+    others, without = measured_by_a_thread(metrics, monkeypatch)
     assert values == others
     [said] = [note for note in notes[at] if note not in without[at]]
     assert why in said

@@ -23,6 +23,13 @@ NAN = math.nan
 ALL = ("twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention_entropy")
 
 
+@pytest.fixture(autouse=True)
+def _pictures_have_few_pixels():
+    """No test of this file looks at them: those of `test_approved.py` do."""
+    with matplotlib.rc_context({"savefig.dpi": 20}):
+        yield
+
+
 @pytest.fixture
 def run(make_readings, tmp_path):
     """The folder of a run."""
@@ -107,7 +114,7 @@ OTHERWISE = {
 def test_a_record_is_shown_with_one_line_on_the_rest_or_refused_in_one(
     command, case, make_readings, tmp_path
 ):
-    make(case, tmp_path / "run", make_readings((0, 16, 32, 64)))
+    make(case, tmp_path / "run", make_readings((0, 16, 32, 64), layers=1, heads=1))
     result = invoke(*COMMANDS[command](tmp_path / "run", tmp_path))
     assert isinstance(result.exception, SystemExit | None)
     shown, said = " ".join(result.stdout.split()), result.stderr
@@ -130,7 +137,7 @@ def test_a_record_is_shown_with_one_line_on_the_rest_or_refused_in_one(
 
 @pytest.mark.parametrize("case", [*REFUSED, *REMARKED])
 def test_a_notebook_shows_what_can_be_read(case, make_readings, tmp_path):
-    make(case, tmp_path / "run", make_readings((0, 16, 32, 64)))
+    make(case, tmp_path / "run", make_readings((0, 16, 32, 64), layers=1, heads=1))
     words = {**REFUSED, **REMARKED}[case]
     if case in REFUSED and not words.startswith("no readings"):
         with pytest.raises((FileNotFoundError, ValueError), match=words):
@@ -446,7 +453,7 @@ def words_of(folder, *arguments):
     ],
 )  # fmt: skip
 def test_the_title_says_model_size_steps_and_loss(described, title, make_readings, tmp_path):
-    readings = make_readings((0, 16), curves={"training/loss": [4.0, 3.0]})
+    readings = make_readings((0, 16), curves={"training/loss": [4.0, 3.0]}, layers=1)
     folder = write(tmp_path / "run", readings, **{"model": "", **described})
     assert title in words_of(tmp_path, "figure", folder)
 
@@ -493,15 +500,14 @@ def test_names_are_as_short_as_tells_the_runs_apart(paths, names, make_readings,
         ({"steps": (500, 700, 900), "layers": 2, "heads": 3}, ["wrote"] * 6),
         ({"layers": 2, "heads": 1, "curves": {"qk_cosine/layer_01/head_0": (NAN, 0.5)}},
          ["wrote"] * 6),
-        ({"without": ["qk_cosine"]}, ["wrote"] * 5 + ["no cosines:"]),
+        ({"layers": 1, "heads": 1, "without": ["qk_cosine"]}, ["wrote"] * 5 + ["no cosines:"]),
     ],
 )  # fmt: skip
 def test_every_size_of_run_is_drawn_and_what_it_lacks_is_a_line(
     made, lines, make_readings, tmp_path
 ):
     folder = write(tmp_path / "run", make_readings(**{"steps": (0, 16)} | made))
-    with matplotlib.rc_context({"savefig.dpi": 20}):
-        done = invoke("figure", folder, "--all")
+    done = invoke("figure", folder, "--all")
     assert done.exit_code == 0
     said = done.stdout.splitlines()
     assert [line for line, own in zip(lines, said, strict=True) if not own.startswith(line)] == []
@@ -519,7 +525,8 @@ def test_pages_of_a_large_record_make_no_tags_of_all_values(make_readings, tmp_p
 # -- files -----------------------------------------------------------------------------------------
 
 
-def test_files_stand_beside_the_record_or_where_asked(run, tmp_path):
+def test_files_stand_beside_the_record_or_where_asked(make_readings, tmp_path):
+    run = write(tmp_path / "run", make_readings((0, 16), layers=1, heads=1))
     other, page = tmp_path / "else" / "picture.svg", tmp_path / "new folder" / "page.html"
     kinds = ("--kind", "dimension", "--kind", "map", "--metric", "anisotropy")
     for arguments, files in [
@@ -530,8 +537,7 @@ def test_files_stand_beside_the_record_or_where_asked(run, tmp_path):
         (("compare", run, run, "--out", tmp_path / "both.svg"), [tmp_path / "both.svg"]),
         (("report", run, "-o", page), [page]),
     ]:  # fmt: skip
-        with matplotlib.rc_context({"savefig.dpi": 20}):
-            done = invoke(*arguments)
+        done = invoke(*arguments)
         assert done.exit_code == 0, done.stderr
         assert re.findall(r"^wrote (\S.*?)(?: \(.*)?$", done.stdout, re.M) == [*map(str, files)]
         assert all(file.is_file() for file in files)

@@ -11,6 +11,7 @@ import weakref
 import pytest
 
 from geomon import WandB
+from support.forks import Forks
 from support.readings import TEXTS, raised_of, reading_of
 from support.wandb_file import Run, wandb_records, wandb_rows, work_offline
 
@@ -301,6 +302,14 @@ if ending == "a signal":
 """
 
 
+@pytest.fixture(scope="module")
+def loggers(forks):
+    """Start programs from a process that has imported W&B too, and what it imports to log."""
+    prepared = Forks("import pandas, pytest, wandb; from support import wandb_file", forks)
+    yield prepared
+    prepared.close()
+
+
 @pytest.mark.parametrize(
     ("ending", "habit"),
     [
@@ -308,9 +317,9 @@ if ending == "a signal":
         ("an exception", "every fifth step, counted"), ("a signal", "every epoch of ten"),
     ],
 )  # fmt: skip
-def test_however_a_program_ends_the_file_has_every_row_of_both(habit, ending, forks, tmp_path):
+def test_however_a_program_ends_the_file_has_every_row_of_both(habit, ending, loggers, tmp_path):
     offline = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    forks.run(_PROGRAM, tmp_path, habit, ending, environment=offline)
+    loggers.run(_PROGRAM, tmp_path, habit, ending, environment=offline)
     rows = wandb_rows(tmp_path)
     assert sorted(int(r["geomon/step"]) for r in rows if "geomon/twonn" in r) == list(range(20))
     names = {name for row in rows for name in row if name.startswith(("loss_", "last"))}
