@@ -34,7 +34,7 @@ def pytest_runtest_setup() -> None:
     """Give each test the same random numbers, whichever tests run before it."""
     random.seed(0)
     np.random.seed(0)
-    # torch.manual_seed writes down the stack for each accelerator that may come: five seconds in all.
+    # torch.manual_seed writes the stack down for each accelerator that may come: seconds in all.
     torch.default_generator.manual_seed(0)
 
 
