@@ -118,7 +118,8 @@ class LossBand:
         if not self._group:
             self._began = step
         self._group.append(loss)
-        is_sparse = step - self._last >= _STEPS  # only some steps are logged
+        # Only some steps are logged; the first one does not tell.
+        is_sparse = 0 <= self._last <= step - _STEPS
         self._last = step
         return self._close() if is_sparse or step > self._began + _STEPS - 2 else None
 

@@ -119,10 +119,12 @@ def test_a_loss_that_is_logged_now_and_then_is_watched_too():
     assert [(alert.name, alert.step) for alert in alerts_of(losses)] == [("loss_jump", 410)]
 
 
-def test_a_run_that_goes_back_is_compared_with_the_losses_to_come():
-    before = [(step, 2.0) for step in range(300)]
-    again = [(step, 5.0 + 3.0 * (step >= 400)) for step in range(100, 420)]
-    assert [(alert.name, alert.step) for alert in alerts_of(before + again)] == [("loss_jump", 408)]
+@pytest.mark.parametrize("before", [0, 300], ids=["begins late", "goes back"])
+def test_a_run_that_begins_at_a_later_step_is_watched_as_from_the_first(before):
+    """One that goes back is compared with the losses to come."""
+    losses = [(step, 2.0) for step in range(before)]
+    losses += [(step, 5.0 + 3.0 * (step >= 400)) for step in range(100, 420)]
+    assert [(alert.name, alert.step) for alert in alerts_of(losses)] == [("loss_jump", 407)]
 
 
 def test_the_losses_of_a_validation_are_not_watched():
