@@ -33,7 +33,7 @@ from geomon.record.columns import (
     texts_of,
 )
 from geomon.record.encode import encode_line
-from geomon.record.safe_text import printable, text_of
+from geomon.record.safe_text import counted, printable, text_of
 from geomon.record.versions import is_newer
 from geomon.version import __version__
 
@@ -110,7 +110,7 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
 
     def __repr__(self) -> str:
         count = len(self.notes)
-        notes = f", {count} note{'' if count == 1 else 's'}" if count else ""
+        notes = f", {counted(count, 'note')}" if count else ""
         return f"Reading(step {self.step:,}, {self.source}, {len(self.values):,} values{notes})"
 
     @functools.cached_property
@@ -366,8 +366,7 @@ class Readings:
             return "Readings(none yet)"
         steps = [reading.step for reading in self]
         model = f"{self.runs[-1]['model']}, " if self.runs and "model" in self.runs[-1] else ""
-        count = f"{len(self):,} reading{'' if len(self) == 1 else 's'}"
-        tags_of_all = f"{len(self.tags()):,} tags"
+        count, tags_of_all = counted(len(self), "reading"), counted(len(self.tags()), "tag")
         return printable(
             f"Readings({model}{count}, steps {min(steps):,} to {max(steps):,}, {tags_of_all})"
         )
@@ -408,7 +407,7 @@ class Readings:
         remarks = [words for _, words in self.breaks]
         if left_out := self.readings[-1].left_out if self.readings else 0:
             remarks.append(
-                f"The budget left out {left_out:,} reading{'' if left_out == 1 else 's'} that were "
+                f"The budget left out {counted(left_out, 'reading')} that were "
                 "due: a larger budget= makes more of them."
             )
         if self.mixed_at is not None:

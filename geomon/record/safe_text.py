@@ -1,4 +1,4 @@
-"""Make text from a record or a model safe to print on a terminal or write to a log."""
+"""Texts of counts, and texts from a record or a model that are safe on a terminal or in a log."""
 
 from geomon.failures import failures
 
@@ -20,6 +20,20 @@ def printable(text: str) -> str:
         'layer�[2J wide'
     """
     return text if text.isprintable() else "".join(map(_shown, text))
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, which takes an s unless the count is one.
+
+    Args:
+        count: How many there are.
+        noun: The noun for one.
+
+    Example:
+        >>> counted(1, "block"), counted(1200, "block")
+        ('1 block', '1,200 blocks')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def text_of(value: object) -> str:

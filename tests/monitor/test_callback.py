@@ -82,7 +82,7 @@ def test_the_record_is_in_the_folder_of_the_training_unless_another_is_given(
     monkeypatch.chdir(tmp_path)
     session, *_ = started(of_training, directory=given)
     assert session.monitor.path == tmp_path / folder / "readings.jsonl"
-    assert repr(session).startswith("GeometryMonitor(PlainDecoder, 3 blocks, 1 metrics")
+    assert repr(session).startswith("GeometryMonitor(PlainDecoder, 3 blocks, 1 metric,")
 
 
 def test_errors_of_what_the_framework_shows_and_logs_are_one_warning_each(tmp_path, caplog):

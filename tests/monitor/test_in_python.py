@@ -73,7 +73,7 @@ def test_the_monitor_is_closed_whatever_ends_the_with():
     assert closed == sinks[::-1]  # what draws into a logger comes after it
     assert (monitor.path, "no record, nothing read yet" in repr(monitor)) == (None, True)
     page = monitor._repr_html_()
-    assert page.startswith("<p>Monitor(PlainDecoder, 3 blocks, 1 metrics, schedule=&lt;functi")
+    assert page.startswith("<p>Monitor(PlainDecoder, 3 blocks, 1 metric, schedule=&lt;functi")
     assert "Readings(none yet)" in page
 
 
