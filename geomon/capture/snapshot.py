@@ -628,8 +628,9 @@ def explain_missing(snapshot: Snapshot, views: Iterable[str]) -> str | None:
             break
     if not found:
         return None
+    failed = [note.text for note in snapshot.info.notes if note.kind is NoteKind.WATCHING_FAILED]
     return (
-        f"not seen in the first pass that was watched: {'; '.join(found)}. "
+        f"not seen in the first pass that was watched: {'; '.join([*failed, *found])}. "
         "print(geomon.describe(model)) shows what is expected in which module; blocks=... names "
         "other blocks, metrics=select(...) leaves out what cannot be seen"
     )

@@ -322,6 +322,24 @@ def test_a_twin_that_fails_is_said_by_each_monitor_and_ends_nothing(failures):
     failures.clear()
 
 
+def test_a_twin_that_fails_before_its_blocks_is_why_nothing_was_seen(failures, caplog):
+    def fails(m, ids):
+        if not torch.compiler.is_compiling():
+            raise ValueError("is not compiled")
+        return m.inner(ids)
+
+    model = Running(fails, inner=made())
+    model.compile(backend="eager")
+    monitor, memory = watching(model, strict=False)
+    for step in range(2):
+        with monitor(step):
+            model(IDS)
+    assert not memory.readings
+    (said,) = {message for message in caplog.messages if "left out" in message}
+    assert "missing: ValueError: is not compiled; hidden states at inner." in said
+    failures.clear()
+
+
 def test_the_twin_of_a_compiled_wrapper_is_of_what_is_inside(caplog):
     """A second call of `DistributedDataParallel` would wait for other ranks."""
     calls = []
