@@ -93,6 +93,8 @@ def test_who_looks_at_a_record_is_told_which_process_writes_it(tmp_path, name):
     (tmp_path / ".readings.lock").unlink()
     (tmp_path / ".readings.lock").symlink_to(tmp_path / "elsewhere")
     assert follower.writer() is None
+    (tmp_path / "elsewhere").write_text(content)  # nor is a link followed to a file
+    assert follower.writer() is None
 
 
 def test_a_process_that_the_owner_forks_is_another_one(forks, tmp_path):

@@ -641,6 +641,14 @@ def test_of_several_products_that_of_one_tensor_has_the_columns(given, chosen):
     assert [*made] == ([None, None] if chosen is None else found[chosen])
 
 
+def test_what_made_the_scores_of_several_products_is_missing_and_their_attention_is_not():
+    model = blocks_of(lambda q, k, v: (scores_of(q, k) + scores_of(k, q)).softmax(-1) @ v)
+    for layer in layers_of(model, torch.randn(3, LENGTH, 32)):
+        assert "visible" in layer.captured
+        for view in ("query", "key", "bias", "scale", "softcap", "sink"):
+            assert "the sum of 2 products" in layer.missing[view]
+
+
 def test_products_of_another_size_did_not_become_the_scores():
     query, key = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 5, 8)
     other, sink = product(query, key[:, :, :4]), product(query, key)

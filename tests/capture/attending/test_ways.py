@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex
 
-from geomon import describe, measure, select
+from geomon import NoteKind, describe, measure, select
 from support.fingerprint import fingerprint
 from support.models import Running
 from support.watched import (
@@ -336,7 +336,10 @@ def test_packed_sequences_see_themselves_alone(number, window, extra):
         block.attention.key = with_earlier(block.attention.key)
     check_blocks(seen, model, visible)
     starts = torch.arange(4).repeat_interleave(torch.tensor(lengths))
-    assert torch.equal(seen.snapshot().layers[1].captured["sequences"].sort().values, starts)
+    snapshot = seen.snapshot()
+    assert torch.equal(snapshot.layers[1].captured["sequences"].sort().values, starts)
+    (packed_by,) = [note for note in snapshot.info.notes if note.kind is NoteKind.PACKED]
+    assert packed_by.numbers == {"source": "attention"}
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,15 @@ def test_masks_say_where_tokens_are_in_several_ways(name, mask, real, known):
     assert not any("may be counted" in text for text in notes(seen))  # its meaning is known
 
 
+def test_a_mask_that_is_given_by_its_place_has_the_name_that_the_models_own_forward_gives_it():
+    """As a library leaves it that replaces the forward pass of a single model."""
+    model = any_name()
+    model.forward = lambda ids, attention_mask: model.run(model, ids)
+    seen = look(model, IDS, RIGHT)
+    assert kept(seen) == places(RIGHT)
+    assert seen.padding("") == "attention_mask"
+
+
 class MaskedBlock(Block):
     """Takes a mask that the model made, and does without it."""
 
