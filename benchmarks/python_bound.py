@@ -125,7 +125,7 @@ def _watch(training: _Training, way: _Way, batch: dict[str, Tensor]) -> float:
 
 
 def _train(training: _Training, way: _Way, idle: float) -> tuple[float, float]:
-    """Train until nothing is measured any more; return seconds lost, and those of other threads.
+    """Train until nothing is measured any more; return seconds lost, and seconds of other threads.
 
     Lost are geomon's own, and those in which the training sleeps beyond what it does in a quiet
     step, at most as long as other threads run: one of them must have held the lock.

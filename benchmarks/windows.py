@@ -22,7 +22,7 @@ def watch(anatomy: Any, views: Collection[str], *, rows: int, plans: Any, seed: 
         anatomy: Anatomy of the model.
         views: Names of the captured views.
         rows: Number of rows to keep.
-        plans: What earlier windows on this model learned, from `new_plans`.
+        plans: Plans that earlier windows on this model made, from `new_plans`.
         seed: Seed of the rows. Defaults to 0.
     """
     learned = {"plans": plans} if _LEARNS else {}

@@ -168,7 +168,7 @@ def test_a_service_gets_the_values_by_its_own_functions_or_is_named(
 
 @pytest.mark.parametrize("named", ["", "board"])
 def test_event_files_lie_inside_the_folder_of_the_trainers_own_ones(tmp_path, monkeypatch, named):
-    """Those of an earlier training of this process do not count, nor files of geomon."""
+    """Files of an earlier training of this process do not count, nor files of geomon."""
     root = tmp_path / (named or "run/runs")
     if named:
         monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(root))

@@ -81,7 +81,7 @@ def course(kind, steps, has_margins):
 
 
 def record(seed):
-    """A record, and the points of what it holds, by name."""
+    """A record, and the points of its curves by name."""
     random.seed(seed)
     kind, steps = KINDS[seed % len(KINDS)], SCHEDULES[seed // len(KINDS) % 4]
     has_margins, uniform = seed // 40 % 3 > 0, random.uniform

@@ -1,4 +1,4 @@
-"""Layers and their views, made of what a window kept; what is missing says why."""
+"""A window's captures become layers and their views; a missing view says why."""
 
 import pytest
 import torch

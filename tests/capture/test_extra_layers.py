@@ -1,4 +1,4 @@
-"""Layers beside those of the blocks: the final norm, and the two matrices."""
+"""Layers that are no blocks: the final norm, and the two matrices."""
 
 import dataclasses
 import functools
@@ -206,7 +206,7 @@ def test_matrices_of_a_model_that_was_not_run_are_not_measured():
 
 
 class Apart(torch.Tensor):
-    """A weight of which a rank has a part."""
+    """A weight that ranks share out."""
 
     def to_local(self):
         return self

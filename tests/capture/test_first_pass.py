@@ -1,4 +1,4 @@
-"""Which calls of a stack's blocks make its layers."""
+"""The calls of a stack's blocks that make its layers."""
 
 import pytest
 import torch

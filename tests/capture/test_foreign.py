@@ -138,7 +138,7 @@ def unpadded(
 
 
 def over_some_tokens(m, states):
-    """By an operator whose queries are other tokens than those of the block: it is refused."""
+    """By an operator whose queries are other tokens than the block's: it is refused."""
     rows = torch.cat([states[..., 1, :]] * 2).flatten(0, 1).unflatten(-1, (HEADS, -1))
     ends = torch.tensor([0, len(rows)], dtype=torch.int32)
     mixed = unpadded(rows.relu(), rows, rows, ends, ends, True)
@@ -300,7 +300,7 @@ def test_a_tensor_of_no_dimension_is_followed_as_any_other(number):
 
 @pytest.mark.parametrize("early", [False, True], ids=["heads unpadded", "tokens unpadded"])
 def test_attention_without_padding_is_that_of_the_tokens(early):
-    """Padding is taken out of queries and keys, or of what is projected to them."""
+    """Padding is taken out of queries and keys, or of the rows that are projected to them."""
     ends = F.pad(LENGTHS.cumsum(0), (1, 0)).int()
     where = REAL.flatten().nonzero().squeeze(1)
 
@@ -378,7 +378,7 @@ def test_passes_on_inputs_of_their_own_are_counted_and_said():
 
 
 def test_memory_that_is_used_again_is_no_loop():
-    """Windows without attention see no operator: an address says nothing of what lies there."""
+    """Windows without attention see no operator: an address does not tell whose rows lie there."""
 
     def again(core, x):
         first = x.clone()
@@ -553,7 +553,7 @@ def test_a_block_may_make_tensors_of_any_class(make):
 @pytest.mark.parametrize("attend", [fused, by_hand])
 @pytest.mark.parametrize("behind", [False, True])
 def test_keys_joined_to_those_of_the_tokens_are_left_out_and_padding_is_seen(attend, behind):
-    """A decoder whose tokens attend to those of an encoder and to one another at once."""
+    """A decoder whose tokens attend to an encoder's and to one another at once."""
     others, memory = nn.Linear(WIDTH, 2 * WIDTH), torch.randn(8, 5, WIDTH)
     order = slice(None, None, -1 if behind else 1)
     parts = [torch.ones(8, 1, LENGTH, 5, dtype=torch.bool), REAL[:, None, None] & CAUSAL]

@@ -85,7 +85,7 @@ def told(*, wanted, tied, change=lambda model: None):
 
 
 class Part(torch.Tensor):
-    """A weight of which a rank has a part."""
+    """A weight that ranks share out."""
 
     def to_local(self):
         return self

@@ -119,7 +119,7 @@ def test_a_note_on_layers_names_its_subject_its_layers_and_the_reason():
 
 
 def stack(seen, *, blocks=3, name="", view="hidden", reason=None, sources=BLOCK) -> list[Layer]:
-    """The input and some blocks of a stack, of which those in `seen` show a view."""
+    """The input and some blocks of a stack; the ones in `seen` show a view."""
     return [
         layer(
             (view,) if index in seen else (),

@@ -147,7 +147,7 @@ def test_blocks_that_are_tried_again_inside_of_a_pass_have_its_tokens(at):
 
 
 def test_what_is_written_into_an_output_outside_of_the_model_is_a_pass_of_its_own():
-    """Operators outside are not seen, so that its address says nothing of what lies there."""
+    """Operators outside are not seen, so that its address does not tell whose rows lie there."""
     model = blocks_of(F.scaled_dot_product_attention)
     x, other = torch.randn(3, 8, 32), torch.randn(3, 8, 32)
     with torch.no_grad(), window(model) as seen:

@@ -506,7 +506,7 @@ def run_once(model):
 
 
 def try_passes(model, action=run_once, times=3) -> Passes:
-    """Try extra passes, in each of which the model does something."""
+    """Try extra passes; the model does something in each."""
     made, refusals = 0, set()
 
     def counted(model):

@@ -294,7 +294,7 @@ def test_the_stream_is_found_among_several_tensors(order, sequences):
 
 def test_several_tensors_of_the_stream_s_shape_are_said():
     def apart(m, x, residual):
-        """Hands on the residual beside what it has made."""
+        """Hands on the residual together with its own result."""
         return m.inner(x + residual) - residual, x + residual
 
     blocks = nn.ModuleList(Running(apart, inner=PlainBlock(32, 4, 0.0)) for _ in range(2))

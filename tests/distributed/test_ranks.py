@@ -16,7 +16,7 @@ from geomon.note import Note
 
 
 class Exchange:
-    """A place where all ranks lay their values down and take those of all."""
+    """All ranks lay their values down here, and take everybody's."""
 
     def __init__(self, size):
         self.values = [None] * size
@@ -76,7 +76,7 @@ def snapshot(*values, layers=3, mode="train", batch="", notes=(), loss=None):
 
 
 def layers_of(found):
-    """All layers, by depth, of what the ranks have been given."""
+    """All layers that the ranks have been given, by depth."""
     return found[0].interleave([[merge_layers(parts) for parts in one.parts] for one in found])
 
 
@@ -105,7 +105,7 @@ def of_batch(batch, *values, **more):
 
 
 def without_mask():
-    """Attention of which no share can be taken."""
+    """Attention that cannot be shared out."""
     broken = snapshot(1.0)
     query = torch.ones(2, 2, 40, 3)
     broken.layers[1].captured.update(query=query, key=query, visible="no mask")
@@ -113,7 +113,7 @@ def without_mask():
 
 
 def unseen(index=None):
-    """A snapshot of which a layer, or each, was not seen."""
+    """A snapshot in which one layer, or each, was not seen."""
     found = snapshot(1.0)
     for i in range(3) if index is None else [index]:
         found.layers[i] = Layer(i, f"blocks.{i}", {}, {"hidden": "skipped"})

@@ -1,6 +1,6 @@
 """Requirements of every kernel of rows or distances on its input; blocks, and equal rows.
 
-What a kernel gives is held by the contract of the metrics (tests/metrics/test_contract.py).
+The contract of the metrics (tests/metrics/test_contract.py) holds for their kernels.
 """
 
 import math
@@ -55,7 +55,7 @@ class Kernel:
 
     Attributes:
         function: Takes rows [tokens, width] and labels [tokens].
-        equal: What it gives where all rows are equal; None where that depends on the row.
+        equal: Its value if all rows are equal, or None if that depends on the row.
         least: Fewest rows that it takes.
         by_head: Whether it takes rows by head.
     """

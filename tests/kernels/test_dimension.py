@@ -39,7 +39,7 @@ def maximum_of(loss):
 
 
 def by_censored_likelihood(distances, discard):
-    """The likelihood of a sample of which the largest are only known to be beyond the last kept."""
+    """The likelihood of a sample whose largest values are only known to exceed the last kept."""
     log_mu, kept = by_book.ratios(distances, discard)
 
     def loss(d):
@@ -118,7 +118,7 @@ def test_the_smallest_fifth_of_five_ratios_is_one_ratio_and_enough():
 
 
 def clustered(before, behind, count=100):
-    """Points of even growth, of which some leave a cluster before neighbour 8, and some behind it.
+    """Points of even growth; some leave a cluster before neighbour 8, and some behind it.
 
     Logarithms of their distances to neighbours 4, 8 and 16 are 0, 1 and 2.
     """

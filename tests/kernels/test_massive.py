@@ -1,4 +1,4 @@
-"""Rows that are massive: their limits; that they are those of the definition: test_contract.py."""
+"""The limits of massive rows; test_contract.py compares the rows with their definition."""
 
 import numpy as np
 import pytest

@@ -58,7 +58,7 @@ def test_the_product_with_itself_is_the_product(shape):
 
 
 def test_matrices_are_multiplied_by_torch_alone():
-    """Threads of numpy's BLAS wait by running: beside torch's, a reading took twice as long."""
+    """Threads of numpy's BLAS wait by running: next to torch's, a reading took twice as long."""
     calls = r"np\.(?:linalg|dot|matmul|einsum|tensordot|inner)\b.*"
     for file in Path(geomon.kernels.__file__).parent.glob("*.py"):
         found = re.findall(calls, file.read_text())

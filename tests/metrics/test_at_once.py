@@ -50,7 +50,7 @@ class Seen:
         return hidden.mean()
 
     def measure(self, count=9, rows=400):
-        """Measure layers, of which each is told by its first number."""
+        """Measure layers; each is known by its first number."""
         some = layers(count)
         for layer in some:
             layer.captured["hidden"][0, 0] = layer.index

@@ -110,7 +110,7 @@ def last_tokens(captured):
 def layer(index=1):
     """One of two layers, in float64; the rows are multiples of 2^-10, so that a shift is exact.
 
-    They are of 4 sequences, too few for the groups of which margins are made.
+    They are of 4 sequences, too few for the groups that margins need.
     """
     whole = whole_layer()
     captured = {

@@ -109,7 +109,7 @@ ODDITIES = {**PASS, has_no_queries: UNIFORM, has_no_keys: UNIFORM, has_equal_hea
 
 
 def named(notes):
-    """Return those notes that speak of what is odd."""
+    """Return the notes on oddities."""
     words = (LATER[:34], SCALED[:30], "times larger", "times smaller", "is uniform", "makes up")
     words = (*words, "alike")
     return [note for note in notes if any(each in note for each in words)]

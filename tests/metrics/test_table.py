@@ -50,7 +50,7 @@ def made(rows, precision=2.0**-23, **more):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 def test_rounding_is_the_distance_that_rounding_alone_makes(dtype, scale):
-    """Against a measurement: rows rounded to a type, beside the rows that were rounded."""
+    """Against a measurement: rows rounded to a type, and the rows before."""
     rows = scale * torch.randn(3000, 24, generator=torch.Generator().manual_seed(0)).double()
     rounded = rows.to(dtype).double()
     neighbours = torch.cdist(rounded, rounded).topk(2, largest=False).values[:, 1]

@@ -25,7 +25,7 @@ COLLAPSED = ["rank collapse (layer 0): effective", "rank collapse (layer 0 and 3
 
 
 def follow(course, directory=None, probed=None, **options):
-    """Run a training whose dimensions and ranks are those of a course; it may be probed besides.
+    """Run a training whose dimensions and ranks follow a course; it may be probed, too.
 
     A metric is called nine times at each layer: of all sequences, and without each eighth of them.
     """
@@ -73,7 +73,7 @@ def test_the_phase_is_given_when_it_changes_and_alerts_as_they_are_seen(caplog):
 
 
 def test_the_highest_dimension_so_far_is_given_at_its_step(tmp_path):
-    """Also beside another source, and when a run is taken up again."""
+    """Also next to another source, and when a run is taken up again."""
     for cut in (0, 3, 8):
         peaks = []
         for part in (COURSE[:cut], COURSE[cut:]):

@@ -1,4 +1,4 @@
-"""Rows are measured on a device, which tests/support/hardware.py pretends beside the host."""
+"""Rows are measured on a device, which tests/support/hardware.py pretends."""
 
 import contextlib
 import ctypes

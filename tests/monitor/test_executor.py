@@ -1,4 +1,4 @@
-"""Rows are measured beside the training or at once: the same values, in the same order."""
+"""Rows are measured in the background or at once: the same values, in the same order."""
 
 import itertools
 import threading

@@ -46,7 +46,7 @@ def alternating(model, step):
 
 
 def gains_in_bfloat16(model, step):
-    """Steps of 1e-3 are lost beside a gain of 1."""
+    """Steps of 1e-3 are lost next to a gain of 1."""
     moving("blocks.1.ln")(model, step)
     for module in (model.blocks[1].ln_1, model.blocks[1].ln_2):
         module.weight.data += 1e-3
@@ -173,7 +173,7 @@ def norm(of):
 
 @pytest.mark.parametrize("offset", [0.0, 100.0])  # squares of both, less their product, fail at 100
 def test_the_size_of_an_update_is_that_of_all_weights(tmp_path, offset):
-    """From samples, for each step; of embeddings at layer 0, of vectors and the head beside."""
+    """From samples, for each step; of embeddings at layer 0, and of vectors and the head."""
     model = PlainDecoder(width=48, layers=3, heads=2)
     matrices = [[w for w in block.parameters() if w.ndim > 1] for block in model.blocks]
     for weight in model.parameters():

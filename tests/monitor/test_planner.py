@@ -356,7 +356,7 @@ def clock():
 
 
 def account_beside_a_thread(clock, *, periods=10, first=100, slower=0.5, pauses=None):
-    """Account for periods of 200 steps, 60 of them beside a measuring thread that slows them down.
+    """Account for periods of 200 steps; a measuring thread slows 60 of them down.
 
     A step takes a second. The loop looks at its loss after every seventh step and waits for the
     device then, so only sums of steps can be compared. `pauses` are seconds after single steps.

@@ -1,4 +1,4 @@
-"""Arrays of a reading, which figures need and no value holds, are in a file beside the record."""
+"""Arrays of a reading, which figures need and no value holds, are in a file next to the record."""
 
 import io
 import itertools

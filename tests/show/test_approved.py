@@ -1,6 +1,6 @@
-"""Every page of synthetic runs, beside what a person has looked at and approved.
+"""Every page of synthetic runs equals the page that a person has approved.
 
-What other tests hold in words and numbers is here the whole page: each mark, size and place. After
+Other tests hold words and numbers, and this one the whole page: each mark, size and place. After
 a change that is meant: `APPROVE=1 pytest tests/show/test_approved.py`, and look at what git shows.
 """
 

@@ -1,4 +1,4 @@
-"""A resume with other settings breaks curves: lines end there, and words are of what follows."""
+"""A resume with other settings breaks curves: lines end there, and words speak of the rest."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Commands on a record: what they say of what a record holds, of files and of bad input."""
+"""Commands on a record: their words on its contents, on files and on bad input."""
 
 import json
 import math
@@ -25,7 +25,7 @@ ALL = ("twonn", "twonn_distinct", "gride", "anisotropy", "qk_cosine", "attention
 
 @pytest.fixture(autouse=True)
 def _pictures_have_few_pixels():
-    """No test of this file looks at them: those of `test_approved.py` do."""
+    """No test of this file looks at them, but `test_approved.py` does."""
     with matplotlib.rc_context({"savefig.dpi": 20}):
         yield
 
@@ -637,7 +637,7 @@ TAG = "<img src=x onerror=alert(1)>"
 
 
 def acting(readings, text, name):
-    """A record of which every text, and a tag, act: on a terminal or on a page."""
+    """A record whose every text, and a tag, act on a terminal or on a page."""
     tags = (f"{name}/mean", f"{name}/mean/part", f"{name}/layer_01", f"{name}/layer_02")
     odd = [
         with_values(

@@ -152,7 +152,7 @@ def clock(monkeypatch):
 
 
 class Drawn:
-    """Pictures, of which each takes some seconds of a clock.
+    """Pictures; each takes some seconds of a clock.
 
     Attributes:
         posted: Step, number and panel of each picture.
@@ -170,7 +170,7 @@ class Drawn:
             raise OSError("gone")
 
     def write(self, step, *, cards=1):
-        """Write a reading of which one card is drawn, or three."""
+        """Write a reading; one card of it is drawn, or three."""
         values = {"twonn/mean": 0.1 + step}
         values |= {f"anisotropy/layer_{n:02d}": 0.5 for n in range(3 * (cards > 1))}
         self.sink.write(reading_of(values, step))

@@ -1,4 +1,4 @@
-"""Pages of W&B: rows beside the training's own, charts, the summary, alerts; all of it offline."""
+"""Pages of W&B: rows next to the training's own, charts, the summary, alerts; all of it offline."""
 
 import contextlib
 import copy

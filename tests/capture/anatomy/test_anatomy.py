@@ -423,7 +423,7 @@ def test_members_that_mix_attention_with_other_blocks_are_blocks_themselves():
 
 
 def two_blocks_of_parts(first: list[nn.Module], second: list[nn.Module], rest: int = 1):
-    """Two blocks that hold parts in a Sequential, and a matrix of this width beside them."""
+    """Two blocks that hold parts in a Sequential and, outside of it, a matrix of this width."""
     members = [
         holder(parts=nn.Sequential(*parts), rest=nn.Linear(rest, rest)) for parts in (first, second)
     ]
@@ -775,7 +775,7 @@ def two_lists(first: Make, second: Make) -> nn.Module:
 
 
 def with_encoder(decoder: nn.Module) -> nn.Module:
-    """A model with a stack before that of the decoder."""
+    """A model with a stack before the decoder's own."""
     return holder(encoder=holder(layers=module_list(*[AttentionBlock] * 2)), decoder=decoder)
 
 
@@ -906,7 +906,7 @@ def test_blocks_attend_by_their_projections_or_by_names_of_attention():
 def found_projections(**children: nn.Module) -> list[tuple[str, ...]]:
     """The names of the projections found in an attention with these children, if any.
 
-    Also checks that the modules are those of these names, and that a description names them.
+    Also checks that these are the names of the modules, and that a description has them.
     """
     model = two_blocks(part=lambda: holder(**children), mlp=MlpBlock)
     found = [attention.projections for attention in find_anatomy(model).blocks[0].attentions]
@@ -1155,7 +1155,7 @@ def test_tables_and_outputs_in_lists_that_torch_does_not_know_are_found():
 
 
 def low_rank_adapter(base: nn.Linear, **widths: int) -> nn.Module:
-    """A frozen matrix with a trained product of low rank beside it; says its widths."""
+    """A frozen matrix plus a trained product of low rank; says its widths."""
     first, second = nn.Linear(32, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
     said = {"in_features": 32, "out_features": base.out_features, **widths}
     return Running(

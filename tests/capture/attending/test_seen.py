@@ -21,7 +21,7 @@ ORDER = [Precedence(*flags) for flags in itertools.product([False, True], repeat
 
 
 def recorded(precedence: Precedence, *, refused: str = "", passed_over: str = "") -> SeenAttention:
-    """An attention of which a call was recorded, or refused."""
+    """An attention whose call was recorded or refused."""
     seen = SeenAttention()
     assert seen.takes(precedence)
     if refused:

@@ -1,4 +1,4 @@
-"""Attention written in many ways: its weights, masks and largest scores are those of the model.
+"""Attention written in many ways: its weights, masks and largest scores equal the model's.
 
 Each way is a function of queries, keys and values, [sequences, heads, length, width]. It is held
 against all scores of its own queries and keys in float64.
@@ -299,7 +299,7 @@ def test_options_of_flash_attention_are_read_by_all_their_names(options, window,
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (1, 0), (2, 1)])
 def test_with_more_keys_than_queries_these_stand_at_the_end(window):
-    """As with a cache of keys: those of earlier tokens come first."""
+    """As with a cache: the keys of earlier tokens come first."""
     earlier = torch.randn(SEQUENCES, HEADS, 5, WIDTH // HEADS)
 
     def behind(q, k, v):

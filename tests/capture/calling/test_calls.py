@@ -118,7 +118,7 @@ def test_parameters_without_values_end_nothing_and_are_said_once(caplog, source)
 
 @pytest.mark.parametrize("around", [False, True])
 def test_calls_that_a_cuda_graph_captures_are_left_alone(around, monkeypatch, caplog):
-    """A capture, of a whole step or of what it calls, fails if the host waits for anything."""
+    """A capture of a whole step, or of a call in it, fails if the host waits for anything."""
     model, captures, published = PlainDecoder(), False, []
     monitor, memory = watching(model, metrics=FEW, log=["loss"], strict=False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -140,7 +140,7 @@ def test_calls_that_a_cuda_graph_captures_are_left_alone(around, monkeypatch, ca
 
 @pytest.fixture
 def awaited():
-    """A `FirstCall`, its module, and the list of what was called."""
+    """A `FirstCall`, its module, and the list of calls that were made."""
     block, told = nn.Linear(3, 3), []
     first = FirstCall(
         (block,), lambda: told.append("before"), told.append, lambda: told.append("between")

@@ -268,7 +268,7 @@ def of_two_kinds_of_tokens(block, x):
 
 
 def chosen_by_a_condition(block, x):
-    """Two projections of all tokens, of which a condition takes one for each token."""
+    """Two projections of all tokens; a condition takes one of them for each token."""
     condition = (torch.arange(LENGTH) % 3 == 0)[:, None, None]
     made = zip(by_two(block, x), by_two(_twin(block), x), strict=True)
     query, key = (torch.where(condition, one, other) for one, other in made)

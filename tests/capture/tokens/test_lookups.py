@@ -1,4 +1,4 @@
-"""Which token ids, sequences and positions the rows are of, where a model has more than one table.
+"""The token ids, sequences and positions of rows, if a model has more than one table.
 
 Each model is run with what a plain language model does not have: tables that are given other
 integers of the tokens' shape, several rows for one token, sequences in the second dimension, tokens
@@ -42,7 +42,7 @@ def decoder(embed=lambda model, ids: model.tokens(ids), layers: int = 2, **parts
 
 
 class Paired(nn.Embedding):
-    """A table that returns something beside its rows."""
+    """A table that returns more than its rows."""
 
     def forward(self, ids):
         return super().forward(ids), None
@@ -74,7 +74,7 @@ def hashed(**parts) -> PlainDecoder:
 
 
 def asking() -> nn.Module:
-    """Takes ids alone, in a dict or beside what has no storage; no module has the vocabulary."""
+    """Takes ids alone, in a dict or with a tensor without storage; no module has the vocabulary."""
     return Running(
         lambda m, given, graph=None: m.inner(given["words"] if isinstance(given, dict) else given),
         inner=hashed(head=nn.Identity()),
@@ -102,7 +102,7 @@ def copying(model, ids):
 
 
 def turned(m, x):
-    """Fused queries, keys and values of each head beside one another, on [length, batch, width]."""
+    """Fused queries, keys and values, head by head, on [length, batch, width]."""
     fused = m.query_key_value(m.norm(x)).unflatten(-1, (4, 24)).transpose(0, 1)
     m.query, m.key, _ = fused.chunk(3, dim=-1)
     q, k, v = (part.transpose(1, 2) for part in fused.chunk(3, dim=-1))
@@ -339,7 +339,7 @@ def alternate(m, x):
 
 
 def spread(m, given):
-    """Streams of which the others are made of the first."""
+    """Streams that are made of the first one."""
     x = given if given.is_floating_point() else m.tokens(given)
     return torch.stack([x, *(made(x) for made in m.others)])
 

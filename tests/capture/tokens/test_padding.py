@@ -1,4 +1,4 @@
-"""Which tokens are padding: as masks say it, as labels say it, and as attention hides them."""
+"""Padding is found in masks, in labels, and in the tokens that attention hides."""
 
 import itertools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Which rows, queries and sequences a window keeps, and where the width of its rows is."""
+"""A window keeps some rows, queries and sequences, and knows the dimension of the width."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which integers of a pass are the token ids behind hidden states of a shape."""
+"""Some integers of a pass are the token ids behind hidden states of a shape."""
 
 import pytest
 import torch
