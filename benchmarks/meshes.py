@@ -45,7 +45,6 @@ DROPOUTS = (0.0, 0.1)
 STEPS, TOKENS = 3, 96
 # Weights are left out, because hooks do not record them.
 OF_STATES = {name: metric for name, metric in METRICS.items() if name != "weight_norm"}
-_FIRST, _LAST = 0, 2  # steps that are read
 
 
 class Found(NamedTuple):
@@ -67,8 +66,9 @@ class Found(NamedTuple):
 
 
 def run_cell(
-    spec: MeshSpec, family: str, dropout: float, metrics: Mapping[str, Any] = OF_STATES
-) -> Found | None:
+    spec: MeshSpec, family: str, dropout: float, metrics: Mapping[str, Any] = OF_STATES,
+    *, steps: int = STEPS,
+) -> Found | None:  # fmt: skip
     """Run one cell on all ranks; only the first rank returns its results.
 
     Args:
@@ -76,30 +76,32 @@ def run_cell(
         family: "GPT" or "Llama".
         dropout: Probability of dropout.
         metrics: Metrics of the readings. Defaults to `OF_STATES`.
+        steps: Number of steps, of which the first and the last are read. Defaults to `STEPS`.
     """
-    plain = _train(Training(spec, family, dropout))
+    plain, last = _train(Training(spec, family, dropout), steps), steps - 1
     watched, memory = Training(spec, family, dropout), Memory()
-    outputs: dict[int, Outputs] = {_FIRST: {}, _LAST: {}}
+    outputs: dict[int, Outputs] = {0: {}, last: {}}
     monitor = Monitor(
         watched.watched, metrics=metrics, tokens=TOKENS, directory=None, sinks=[memory],
-        schedule=every(_LAST), strict=True, budget=None,
+        schedule=every(last), strict=True, budget=None,
     )  # fmt: skip
-    same = all(map(torch.equal, plain, _train(watched, monitor, outputs)))
+    same = all(map(torch.equal, plain, _train(watched, steps, monitor, outputs)))
     monitor.close()
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, same)
-    last = gathered_by_hand(watched, outputs[_LAST])
-    if last is None:
+    gathered = gathered_by_hand(watched, outputs[last])
+    if gathered is None:
         return None
     first_values, last_values = (tagged(reading.stacks) for reading in memory.readings)
     alone = partial(_read_alone, spec, family, dropout, metrics)
-    rounding = math.nan if dropout else largest_difference(first_values, alone(None, _FIRST))
-    by_hand = largest_difference(last_values, alone(last, _LAST))
+    rounding = math.nan if dropout else largest_difference(first_values, alone(None, 0))
+    by_hand = largest_difference(last_values, alone(gathered, last))
     return Found(all(everywhere), by_hand, rounding, len(first_values))
 
 
 def _train(
     training: Training,
+    steps: int,
     monitor: Monitor | None = None,
     outputs: Mapping[int, Outputs] | None = None,
 ) -> list[Tensor]:
@@ -107,12 +109,13 @@ def _train(
 
     Args:
         training: The training of this rank.
+        steps: Number of steps.
         monitor: Monitor of the training, if any.
         outputs: By step, dict for the outputs of modules.
     """
     training.seed()
     losses = []
-    for step in range(STEPS):
+    for step in range(steps):
         into = (outputs or {}).get(step)
         with nullcontext() if into is None else recorded(training.parts, into):
             losses += training.step(step, partial(monitor, step) if monitor else nullcontext)

@@ -496,7 +496,7 @@ def test_names_are_as_short_as_tells_the_runs_apart(paths, names, make_readings,
     ("made", "lines"),
     [
         ({"steps": (7,), "layers": 1, "heads": 1}, ["wrote"] * 6),
-        ({"layers": 32, "heads": 32}, ["wrote"] * 6),
+        ({"layers": 32, "heads": 16}, ["wrote"] * 6),
         ({"steps": (500, 700, 900), "layers": 2, "heads": 3}, ["wrote"] * 6),
         ({"layers": 2, "heads": 1, "curves": {"qk_cosine/layer_01/head_0": (NAN, 0.5)}},
          ["wrote"] * 6),
