@@ -43,8 +43,12 @@ from geomon.record.columns import tagged
 
 DROPOUTS = (0.0, 0.1)
 STEPS, TOKENS = 3, 96
-# Weights are left out, because hooks do not record them.
-OF_STATES = {name: metric for name, metric in METRICS.items() if name != "weight_norm"}
+# Metrics of weights are left out, because hooks do not record them.
+OF_STATES = {
+    name: metric
+    for name, metric in METRICS.items()
+    if name not in ("weight_norm", "update_size", "unmoved", "head_output_norm")
+}
 
 
 class Found(NamedTuple):
