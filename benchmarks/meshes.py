@@ -43,11 +43,9 @@ from geomon.record.columns import tagged
 
 DROPOUTS = (0.0, 0.1)
 STEPS, TOKENS = 3, 96
-# Metrics of weights are left out, because hooks do not record them.
+_OF_WEIGHTS = {"weight_norms", "weight_moves", "head_outputs"}  # views that hooks do not record
 OF_STATES = {
-    name: metric
-    for name, metric in METRICS.items()
-    if name not in ("weight_norm", "update_size", "unmoved", "head_output_norm")
+    name: metric for name, metric in METRICS.items() if _OF_WEIGHTS.isdisjoint(metric.reads)
 }
 
 
@@ -80,7 +78,7 @@ def run_cell(
         family: "GPT" or "Llama".
         dropout: Probability of dropout.
         metrics: Metrics of the readings. Defaults to `OF_STATES`.
-        steps: Number of steps, of which the first and the last are read. Defaults to `STEPS`.
+        steps: Number of steps; the first and the last are read. Defaults to `STEPS`.
     """
     plain, last = _train(Training(spec, family, dropout), steps), steps - 1
     watched, memory = Training(spec, family, dropout), Memory()

@@ -26,7 +26,7 @@ from geomon.capture import (
 )
 from geomon.distributed import RankPlace, find_place, find_ranks
 from geomon.metrics import odd_layers, searched_by
-from geomon.record import counted, printable
+from geomon.record import printable, with_noun
 
 # Words for the routes of `geomon.capture.tap`.
 ROUTES = {
@@ -126,7 +126,7 @@ def describe(
     rows += [("note", note.words()) for note in parts.note_on_ties(anatomy)]
     rows.append(("neighbours", f"searched on the host by {searched_by(HOST)}"))
     for left_out in anatomy.left_out:
-        what = f"{counted(left_out.count, 'block')} {left_out.pattern}"
+        what = f"{with_noun(left_out.count, 'block')} {left_out.pattern}"
         rows.append(("not watched", f"{what}: {left_out.reason}"))
     if seen is not None:
         rows += seen.remarks()
@@ -154,7 +154,7 @@ def _mesh_rows(place: RankPlace) -> list[_Row]:
 
 
 def _count_blocks(anatomy: Anatomy) -> str:
-    parts = [counted(len(stack.blocks), "block") + _whose(stack.name) for stack in anatomy.stacks]
+    parts = [with_noun(len(stack.blocks), "block") + _whose(stack.name) for stack in anatomy.stacks]
     return f"{_listed(parts)} watched"
 
 
@@ -193,7 +193,7 @@ def _blocks(stack: Stack) -> str:
 
 def _hidden(stack: Stack, depth: int | None) -> str:
     if stack.before:
-        leaving = counted(depth or len(stack.blocks), "block")
+        leaving = with_noun(depth or len(stack.blocks), "block")
         return f"outputs of {leaving}: layers after those of earlier stages"
     if depth is None and len(stack.blocks) == 1:
         return "layer 0 enters the block; its output is a layer for each call"
@@ -261,13 +261,13 @@ def _heads(counts: set[tuple[int, int]], modules: int) -> str:
     `modules` counts heads that are modules of their own.
     """
     if modules > 1:
-        return f"{counted(modules, 'head')}, each a module, "
+        return f"{with_noun(modules, 'head')}, each a module, "
     if len(counts) != 1:
         heads = sorted({queries for queries, _ in counts})
         return f"{heads[0]} to {heads[-1]} heads, " if len(heads) > 1 else ""
     queries, keys = next(iter(counts))
-    text = f"{counted(queries, 'head')}, "
-    return text if queries == keys else f"{text}{counted(keys, 'key head')}, "
+    text = f"{with_noun(queries, 'head')}, "
+    return text if queries == keys else f"{text}{with_noun(keys, 'key head')}, "
 
 
 def _projections(attentions: list[Attention], *, seen: bool, found: bool) -> str:
@@ -402,7 +402,7 @@ class _SeenModel:
         attending = next((layer for layer in layers if layer.part.heads.get("query")), None)
         if attending is not None:
             heads = attending.part.heads
-            parts.append(f"{counted(len(heads['query']), 'head')} of several ranks")
+            parts.append(f"{with_noun(len(heads['query']), 'head')} of several ranks")
         return _listed(parts)
 
     def _reasons(self, view: str) -> dict[tuple[str, str], None]:

@@ -1,4 +1,4 @@
-"""Which errors geomon may handle: its own, and not what a user's signal handler raises.
+"""Errors that geomon may handle: its own, and not an exception of a user's signal handler.
 
 Python runs a signal handler between two instructions of whatever is running, so its exception may
 rise inside geomon: a cluster's SIGUSR1 or an alarm that a training turns into an exception. That

@@ -5,7 +5,7 @@ Razzhigaev et al. (2311.05928, section 4.3) see two phases: first expansion, the
 The rule can be checked by eye, in a figure of the curve. The curve is divided into stretches that
 straight lines explain, each from one reading to a later one, on a linear or a logarithmic axis of
 steps. The word names the slope of the newest stretch. It must change by more than its margin, more
-than the scatter of the readings about lines, and by a tenth of what the whole curve has spanned.
+than the scatter of the readings about lines, and by a tenth of the range of the whole curve.
 Otherwise the curve is level, if the interval of the change stays within a quarter of the largest
 value of the stretch, or its phase is unclear.
 
@@ -101,12 +101,11 @@ def sum_of(points: Sequence[Point], weights: Sequence[float], chance: float = 0.
     value = math.fsum(w * point.value for w, point in zip(weights, points, strict=True))
     if not all(point.margin > 0 for point in points):
         return Point(points[-1].step, value, 0.0)
-    margins, alike = [], defaultdict(list)
-    for weight, point in zip(weights, points, strict=True):
-        if point.fingerprint and len(point.without):
-            alike[point.fingerprint].append((weight, point))
-        else:
-            margins.append(weight * point.margin * _quantile(chance) / _Z)
+    alike = defaultdict(list)
+    for number, point in enumerate(points):
+        rows = point.fingerprint if len(point.without) else ""
+        alike[rows or number].append((weights[number], point))
+    margins = []
     for some in alike.values():
         if len(some) == 1:
             margins += [weight * point.margin * _quantile(chance) / _Z for weight, point in some]

@@ -7,7 +7,7 @@ from geomon.analysis.alerts import alert_opening, first_alerts
 from geomon.analysis.bands import FEWEST_READINGS, FIRST
 from geomon.analysis.curves import plain_curve, single_source
 from geomon.analysis.facts import Fact, facts_of
-from geomon.record import Reading, Readings, counted
+from geomon.record import Reading, Readings, with_noun
 
 
 def summarise(readings: Iterable[Reading], facts: Sequence[Fact] | None = None) -> list[str]:
@@ -25,7 +25,7 @@ def summarise(readings: Iterable[Reading], facts: Sequence[Fact] | None = None) 
     selected = Readings(whole.runs, single_source(whole))
     sentences = [fact.sentence for fact in (facts_of(selected) if facts is None else facts)]
     if not sentences:
-        none = f"{counted(len(selected), 'reading')} without a headline quantity."
+        none = f"{with_noun(len(selected), 'reading')} without a headline quantity."
         sentences = [none if selected else "No readings yet."]
     return [*whole.remarks(), *alert_sentences(whole), *sentences, *_cost(selected)]
 
@@ -78,9 +78,9 @@ def _cost(readings: Readings) -> list[str]:
     if not count:  # an older record
         count, gap = len(steps), max((b - a for a, b in pairwise(steps)), default=0)
     parts = [
-        counted(count, "reading"),
-        f"at most {counted(gap, 'step')} apart" if gap else "",
-        counted(last.checks, "check") if last.checks else "",
+        with_noun(count, "reading"),
+        f"at most {with_noun(gap, 'step')} apart" if gap else "",
+        with_noun(last.checks, "check") if last.checks else "",
         bands_so_far(readings),
     ]
     looked = f"{', '.join(filter(None, parts))}."

@@ -52,7 +52,7 @@ class BlockCall:
         attentions: Observations of each attention.
         provenance: Answers where tensors of the call come from.
         known_as: The module that is called, and the form of its call.
-        plan: What was understood of it.
+        plan: Plan of its operators, if one could be made.
         goes_on: Whether attention was seen after the call's own attention was complete.
         finished: Whether following tensors has ended.
         inputs: By id of a module that is projecting: its input, and the index of its first feature
@@ -133,7 +133,7 @@ class StackPass:
         is_part: Whether other ranks may hold other heads of the same attention.
         owner_call: The call of the stack's owner.
         tokens: The tokens of the pass: padding, token ids, sequences, sampled rows.
-        selection: Which rows of the hidden states are kept.
+        selection: The rows of the hidden states that are kept.
         block_calls: The calls that count, in order.
         input_rows: Rows of the hidden states that entered the first of these calls.
         last_output_id: Address and shape of the output of the last block that was called.

@@ -56,7 +56,7 @@ class Boundary(NamedTuple):
     Attributes:
         whole: The tensor as the model has it.
         rows: Those on this rank, [..., width].
-        part: Which part of the hidden states of all ranks they are, or None if they cannot be read.
+        part: Their place in the hidden states of all ranks, or None if they cannot be read.
     """
 
     whole: Tensor

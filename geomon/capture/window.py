@@ -82,8 +82,8 @@ class Window:
             batch.
         charge: Returns a context manager that is entered around each piece of extra work, to
             account for its time. Pieces may be nested.
-        plans: What earlier windows on the same anatomy understood of the blocks; this window adds
-            to it. Defaults to None, for nothing.
+        plans: Plans of blocks that earlier windows on the same anatomy made; this window adds
+            to them. Defaults to None, for none.
 
     Attributes:
         settled: Whether nothing has interrupted the opening or the closing of the window.

@@ -1,4 +1,4 @@
-"""Growth of the hidden states' norm in a block, and direction of what the block adds.
+"""Growth of the hidden states' norm in a block, and direction of the addition.
 
 With x_(l-1) the row of a token one layer before, and x_l its row now, the addition is
 x_l - x_(l-1), whether or not the block is residual.

@@ -96,7 +96,7 @@ class Account:
 
     @property
     def spent(self) -> float:
-        """Seconds that geomon has taken: charged, and lost by slower steps beside a thread."""
+        """Seconds that geomon has taken: charged, and lost because a thread slowed steps down."""
         return self.charged + max(0.0, self._slowed)
 
     @property

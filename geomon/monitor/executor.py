@@ -34,7 +34,7 @@ class ReadingExecutor:
     finishes what was interrupted.
 
     Args:
-        background: Whether to measure beside the training: in a "thread", in a "process", or in
+        background: Whether to measure in the background: in a "thread", in a "process", or in
             threads until a process would have paid (True).
 
     Attributes:

@@ -118,7 +118,7 @@ class LossBand:
         if not self._group:
             self._began = step
         self._group.append(loss)
-        # Only some steps are logged; the first one does not tell.
+        # Whether only some steps are logged cannot be known at the first one.
         is_sparse = 0 <= self._last <= step - _STEPS
         self._last = step
         return self._close() if is_sparse or step > self._began + _STEPS - 2 else None

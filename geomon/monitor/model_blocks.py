@@ -23,7 +23,7 @@ class ModelBlocks:
         group: The ranks.
         blocks: The blocks, or a regular expression that matches their names; None to search for
             them.
-        anatomy: What was found so.
+        anatomy: The blocks that were found, in their stacks.
 
     Attributes:
         model: The argument.

@@ -59,7 +59,7 @@ from geomon.monitor.warnings import Warnings
 from geomon.monitor.weight_looks import WeightLooks
 from geomon.note import Note
 from geomon.note_kinds import NoteKind
-from geomon.record import LOSS, Reading, Readings, Sink, counted, printable, read, text_of
+from geomon.record import LOSS, Reading, Readings, Sink, printable, read, text_of, with_noun
 
 _RATES = {"lr", "learning_rate"}  # names of learning rates among logged values
 _NOTHING = nullcontext()  # returned for a step that is not due
@@ -377,8 +377,8 @@ class Monitor:
         options = self._options
         parts = [
             self.passes.blocks.model.name,
-            counted(len(self._block_names), "block"),
-            counted(len(options["metrics"]), "metric"),
+            with_noun(len(self._block_names), "block"),
+            with_noun(len(options["metrics"]), "metric"),
             f"schedule={text_of(options['schedule'])}",
             "no record" if self.path is None else f"record={str(self.path)!r}",
             "nothing read yet" if self.latest is None else f"last step {self.latest.step:,}",

@@ -93,7 +93,7 @@ class Planner:
         step: The training's last step; None before the first.
         source: The argument.
         checks: Decides which steps are checked.
-        purse: What the share pays for; it knows the end of the run, and the readings made.
+        purse: Budget that the share pays for; it knows the end of the run, and the readings made.
         is_planned: Whether the present step is to be read.
     """
 

@@ -21,7 +21,7 @@ from geomon.monitor.options import (
     check_callback_options,
     declared,
 )
-from geomon.record import LOSS, Sink, counted, printable, text_of
+from geomon.record import LOSS, Sink, printable, text_of, with_noun
 
 # Function of the keyword arguments of the model's call, and of its output.
 Seen = Callable[[Mapping[str, Any], Any], object]
@@ -83,9 +83,9 @@ class CallbackSession:
         given = self.options
         probed = f"probe={text_of(given['probe'])}" if self.probes else "the training forward"
         parts = [
-            counted(len(given["metrics"]), "metric"),
+            with_noun(len(given["metrics"]), "metric"),
             f"schedule={text_of(given['schedule'])}",
-            f"{given['tokens']:,} tokens",
+            with_noun(given["tokens"], "token"),
             probed if len(probed) < 80 else f"probe={type(given['probe']).__name__}",
         ]
         return printable(f"{self._owner}({', '.join(parts)})")

@@ -34,7 +34,7 @@ from geomon.record.headline import (
 )
 from geomon.record.jsonl import Record
 from geomon.record.reading import Reading, Readings, main_stack
-from geomon.record.safe_text import counted, printable, text_of
+from geomon.record.safe_text import printable, text_of, with_noun
 from geomon.record.sinks import ALERTS, AlertSink, DescribedSink, LoggerSink, Memory, Sink, parts_of
 from geomon.record.tags import LOSS, layer_tag, training_tag
 
@@ -68,7 +68,7 @@ __all__ = [
     "Stacks",
     "chart_title",
     "check_detail",
-    "counted",
+    "with_noun",
     "export",
     "headlines_of",
     "layer_tag",

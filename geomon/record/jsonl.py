@@ -50,7 +50,7 @@ class Record:
         arrays: Folder of the arrays.
         kept_as: Path under which the file of another run is kept, with the first line of this one;
             None if there is none.
-        news: Where lines go since the file was moved, in a sentence for the user, who sets it back
+        news: Sentence on where lines go since the file was moved, for the user, who sets it back
             to "".
 
     Raises:

@@ -33,7 +33,7 @@ from geomon.record.columns import (
     texts_of,
 )
 from geomon.record.encode import encode_line
-from geomon.record.safe_text import counted, printable, text_of
+from geomon.record.safe_text import printable, text_of, with_noun
 from geomon.record.versions import is_newer
 from geomon.version import __version__
 
@@ -110,8 +110,9 @@ class Reading(msgspec.Struct, frozen=True, dict=True):
 
     def __repr__(self) -> str:
         count = len(self.notes)
-        notes = f", {counted(count, 'note')}" if count else ""
-        return f"Reading(step {self.step:,}, {self.source}, {len(self.values):,} values{notes})"
+        notes = f", {with_noun(count, 'note')}" if count else ""
+        values = with_noun(len(self.values), "value")
+        return f"Reading(step {self.step:,}, {self.source}, {values}{notes})"
 
     @functools.cached_property
     def values(self) -> Mapping[str, float]:
@@ -366,7 +367,7 @@ class Readings:
             return "Readings(none yet)"
         steps = [reading.step for reading in self]
         model = f"{self.runs[-1]['model']}, " if self.runs and "model" in self.runs[-1] else ""
-        count, tags_of_all = counted(len(self), "reading"), counted(len(self.tags()), "tag")
+        count, tags_of_all = with_noun(len(self), "reading"), with_noun(len(self.tags()), "tag")
         return printable(
             f"Readings({model}{count}, steps {min(steps):,} to {max(steps):,}, {tags_of_all})"
         )
@@ -407,7 +408,7 @@ class Readings:
         remarks = [words for _, words in self.breaks]
         if left_out := self.readings[-1].left_out if self.readings else 0:
             remarks.append(
-                f"The budget left out {counted(left_out, 'reading')} that were "
+                f"The budget left out {with_noun(left_out, 'reading')} that were "
                 "due: a larger budget= makes more of them."
             )
         if self.mixed_at is not None:

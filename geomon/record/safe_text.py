@@ -1,4 +1,4 @@
-"""Texts of counts, and texts from a record or a model that are safe on a terminal or in a log."""
+"""Write counts with their nouns, and make text safe to print on a terminal or write to a log."""
 
 from geomon.failures import failures
 
@@ -22,7 +22,7 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(map(_shown, text))
 
 
-def counted(count: int, noun: str) -> str:
+def with_noun(count: int, noun: str) -> str:
     """Return a count with its noun, which takes an s unless the count is one.
 
     Args:
@@ -30,7 +30,7 @@ def counted(count: int, noun: str) -> str:
         noun: The noun for one.
 
     Example:
-        >>> counted(1, "block"), counted(1200, "block")
+        >>> with_noun(1, "block"), with_noun(1200, "block")
         ('1 block', '1,200 blocks')
     """
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

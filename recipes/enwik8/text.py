@@ -19,7 +19,6 @@ import sysconfig
 import warnings
 import zipfile
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,18 +212,9 @@ def carried_text() -> bytes:
     for path in sources(Path(sysconfig.get_path("stdlib"))):
         with contextlib.suppress(OSError, SyntaxError, ValueError), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in somebody's strings
-            nodes = _statements(ast.parse(path.read_bytes()))
+            nodes = ast.walk(ast.parse(path.read_bytes()))
             texts += [ast.get_docstring(node) or "" for node in nodes if isinstance(node, kinds)]
     return "\n\n\n".join(filter(None, dict.fromkeys(texts))).encode(errors="ignore")
-
-
-def _statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a tree level by level, without expressions: they hold no docstring."""
-    todo = deque([tree])
-    while todo:
-        yield (node := todo.popleft())
-        children = ast.iter_child_nodes(node)
-        todo.extend(child for child in children if not isinstance(child, ast.expr))
 
 
 def sources(library: Path) -> Iterator[Path]:

@@ -19,7 +19,7 @@ class Architecture:
         heads: Number of heads of each attention.
         context: Largest number of places in a sequence.
         causal: Whether a place sees itself and the places before it alone.
-        mixing: What mixes the places: attention by content, the mean of the visible places
+        mixing: Way to mix the places: attention by content, the mean of the visible places
             ("uniform"), or a perceptron over all places.
         alibi: Whether scores fall with the distance (Press et al., 2108.12409).
         norm: Whether the norms stand before the sublayers, as in GPT-2, or after them, as in BERT.

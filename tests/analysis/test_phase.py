@@ -91,18 +91,19 @@ def lines(steps, values, errors):
     axis = min(axes, key=lambda axis: chi_square(axis, first, last))
     some = slice(first, last + 1)
     (slope, _), covariance = np.polyfit(
-        axis[some], values[some], 1, w=1 / errors[some], cov="unscaled"
+        axis[some] - axis[first], values[some], 1, w=1 / errors[some], cov="unscaled"
     )
     length = axis[last] - axis[first]
     return steps[first], slope * length, math.sqrt(covariance[0, 0]) * length
 
 
-@given(st.integers(0, 10_000))
+@pytest.mark.parametrize("start", [0, 10**9], ids=["steps", "tokens of a long run"])
+@given(seed=st.integers(0, 10_000))
 @settings(deadline=None, max_examples=60)
-def test_the_newest_stretch_is_that_of_the_best_division_into_lines(seed):
+def test_the_newest_stretch_is_that_of_the_best_division_into_lines(start, seed):
     random = Random(seed)
     count, wander = random.randint(5, 12), random.choice([0.0, 0.3, 1.0])
-    steps = sorted(random.sample(range(3000), count))
+    steps = sorted(random.sample(range(start, start + 3000), count))
     level, values = 8.0, []
     for _ in range(count):
         level += random.gauss(0, wander)
@@ -121,7 +122,7 @@ def test_the_newest_stretch_is_that_of_the_best_division_into_lines(seed):
     first, change, deviation = lines(steps, values, np.full(count, error))
     alike = math.sqrt(2 - 2 / sum(step >= first for step in steps))
     assert phase.since.step == first
-    assert phase.change.value == pytest.approx(change, rel=1e-6, abs=1e-9)
+    assert phase.change.value == pytest.approx(change, rel=1e-4, abs=1e-9)
     assert phase.change.margin == pytest.approx(
         alike * stats.norm.isf(0.015 / count) * deviation, rel=1e-3
     )

@@ -50,7 +50,7 @@ def sums_of_squares(norms: Sequence[Tensor], counted: Tensor | None) -> list[Ten
 
     Args:
         norms: Norms of several attentions, [rows, heads], all of one shape and on one device.
-        counted: Which rows count, [rows]; None for all.
+        counted: Whether each row counts, [rows]; None if all do.
     """
     every = torch.stack([*norms]).cpu().double()
     every = every if counted is None else every[:, counted]

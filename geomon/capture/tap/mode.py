@@ -92,7 +92,7 @@ class Tap(dispatch.TorchDispatchMode):
                 self._leave()
 
     def rest(self) -> None:
-        """See nothing of what follows, until `go_on` is called or another body begins.
+        """Observe nothing until `go_on` is called or another body begins.
 
         It also removes the mode if Ctrl-C left it after all bodies have ended.
         """

@@ -1,6 +1,6 @@
 """How the elements of an operator's result were made: one rule for each kind of operator.
 
-A rule is a function of the operator and of what is known of its arguments. It returns the origin of
+A rule is a function of the operator and of its arguments' known origins. It returns the origin of
 the result's elements, or None if that is unknown.
 """
 

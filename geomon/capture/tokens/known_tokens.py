@@ -1,4 +1,4 @@
-"""What is known of the tokens of a pass at one time, in the end after the pass.
+"""Facts about the tokens of a pass, as known at one time, in the end after the pass.
 
 `KnownTokens` holds what the pass showed. `ShapeTokens` is what follows from it for all rows of one
 shape: which are padding, to which sequences they belong, their token ids and last tokens.
@@ -76,7 +76,7 @@ def once(method: Method) -> Method:
 
 @dataclass(eq=False)
 class KnownTokens:
-    """What a pass has shown of its tokens at one time.
+    """Facts that a pass has shown about its tokens until now.
 
     Attributes:
         shape: Shape of the hidden states that entered the first block, without the width.
@@ -201,7 +201,7 @@ class ShapeTokens:
     """The tokens of all rows of one shape: hidden states, or projected queries or keys.
 
     Args:
-        known: What the pass has shown.
+        known: Facts that the pass has shown.
         shape: The shape, without the width.
         role: "key" for keys from another stack, of whose tokens only the padding is known; else "".
     """

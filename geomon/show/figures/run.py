@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from geomon.analysis import Difference, curve_of, quantities_of
-from geomon.record import Readings, counted
+from geomon.record import Readings, with_noun
 from geomon.show import collect
 from geomon.show.colours import BLUE, GREY, VERMILLION
 from geomon.show.figures import axes
@@ -135,7 +135,7 @@ def title_of(readings: Readings) -> str | None:
     parts = [
         str(run.get("model", "")),
         f"{_rounded(count)} parameters" if isinstance(count, int) else "",
-        counted(len(layers), "block") if isinstance(layers, list) else "",
+        with_noun(len(layers), "block") if isinstance(layers, list) else "",
         f"steps {steps[0]:,} to {steps[-1]:,}",
     ]
     name, loss = collect.furthest_loss(readings)
