@@ -97,11 +97,10 @@ def lines(steps, values, errors):
     return steps[first], slope * length, math.sqrt(covariance[0, 0]) * length
 
 
-@pytest.mark.parametrize("start", [0, 10**9], ids=["steps", "tokens of a long run"])
-@given(seed=st.integers(0, 10_000))
+@given(st.integers(0, 10_000))
 @settings(deadline=None, max_examples=60)
-def test_the_newest_stretch_is_that_of_the_best_division_into_lines(start, seed):
-    random = Random(seed)
+def test_the_newest_stretch_is_that_of_the_best_division_into_lines(seed):
+    random, start = Random(seed), seed % 2 * 10**9  # as if tokens of a long run were counted
     count, wander = random.randint(5, 12), random.choice([0.0, 0.3, 1.0])
     steps = sorted(random.sample(range(start, start + 3000), count))
     level, values = 8.0, []
